@@ -45,7 +45,7 @@ def check_admissible(job: JobSpec) -> None:
 
 
 def momentum_of(optimizer: OptimizerSpec) -> float:
-    """What part of the last step's direction goes into the next: gossip's momentum is the optimizer's.
+    """Share of the last step's direction that goes into the next: gossip's momentum is the optimizer's.
 
     >>> momentum_of(AdamWSpec())
     0.9

@@ -98,7 +98,7 @@ def _with_enough(plan: Plan, job: JobSpec) -> Plan | Infeasible:
 
 
 def balanced_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
-    """What a step of `plan` takes on `fleet`, as this planner predicts; None if it cannot run there."""
+    """Predicted seconds of a step of `plan` on `fleet`, by this planner; None if it cannot run there."""
     if violations(plan, job, fleet):
         return None
     setting = Setting(job=job, fleet=fleet, pool=pool_of(job, fleet))
@@ -110,7 +110,7 @@ def balanced_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What does not change while one plan is made."""
+    """Job, fleet and pool, which do not change while one plan is made."""
 
     job: JobSpec
     fleet: Fleet
@@ -122,7 +122,7 @@ class Setting:
     def groups(
         self, stages: Sequence[StageSpec], chunks: Sequence[ChunkRef]
     ) -> tuple[tuple[Group, int], ...]:
-        """Who reduces with whom, and how many bytes."""
+        """Groups of the plan, each with the bytes that it reduces."""
         shared = tied_bytes(self.job, stages)
         return tuple(groups_of(self.job, stages, chunks, self.loads(stages), shared, self.pool))
 
@@ -147,7 +147,7 @@ class Setting:
         return estimate_s(self.timed(stages, paths), slots, reductions_s)
 
     def lower_bound_s(self, stages: Sequence[StageSpec], paths: Sequence[Path]) -> float:
-        """What no schedule of these paths can beat, by the times that `predicted_s` goes by."""
+        """Seconds that no schedule of these paths can beat, by the times that `predicted_s` goes by."""
         loads = self.loads(stages)
         return lower_bound_s(
             self.timed(stages, paths), loads, self.pool, stage_speeds(self.fleet, loads, self.pool)
@@ -158,7 +158,7 @@ class Setting:
         return traffic(paths, loads, self.pool, stage_speeds(self.fleet, loads, self.pool))
 
     def demand(self, stages: Sequence[StageSpec]) -> Demand:
-        """Of the body stages; stage 0 carries the head stage of `LOOP`."""
+        """Demand of the body stages; stage 0 carries the head stage of `LOOP`."""
         loads = self.loads(stages)
         flops = np.array([x.flops for x in loads], dtype=np.float64)
         memory_bytes = np.array([x.memory_bytes(1) for x in loads], dtype=np.int64)
@@ -175,7 +175,7 @@ class Setting:
         )
 
     def _visited_share(self) -> F64:
-        """Which part of the microbatches visits each body stage, (num_stages,)."""
+        """Share of the microbatches that visits each body stage, (num_stages,)."""
         parallel, num_fixed = self.job.parallel, self.job.num_fixed_stages
         share = np.ones(parallel.stages)
         if parallel.stages > num_fixed:
@@ -187,7 +187,7 @@ class Setting:
     def paths(
         self, stages: Sequence[StageSpec], holders: Sequence[Sequence[int]], speeds: F64
     ) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-        """Those of a step's microbatches, and the distinct full ones."""
+        """Paths of a step's microbatches, and the distinct full ones."""
         job, layout = self.job, self.job.parallel.layout
         num_microbatches, num_visited = job.batch.num_microbatches, job.num_visited_stages
         full = find_paths(stages, layout, holders, num_microbatches, speeds, self.pool)
@@ -266,6 +266,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
     speeds = pool.speeds / np.array([max(len(held), 1) for held in seating.held])
     layout = setting.job.parallel.layout
     if setting.job.aggregation.walkers.are_lines:
+        # Walkers that are complete keep their workers: another line would have to fetch their parameters.
         earlier = () if previous is None else [[x.worker for x in line] for line in walkers_of(previous)]
         lines = lines_of(holders, pool, [line[: len(holders)] for line in earlier])
         holders = [[line[stage] for line in lines] for stage in range(len(holders))]
@@ -302,6 +303,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
         reason=Clauses(tuple(_reasons(seating, step, slots, wanted, loads, previous))),
     )
     before = () if previous is None else [x.chunk for x in previous.chunks]
+    # After all else: no path, order or placement may depend on who holds silently.
     plan = with_silent(plan, setting.job, loads, pool, before)
     return with_times(plan, loads, pool, *op_times(setting.fleet, loads, pool))
 
@@ -350,5 +352,5 @@ def _reasons(
 
 
 def and_more(others: Sequence[object]) -> str:
-    """What follows the first of a list that is too long to tell."""
+    """Words for all but the first of a list that is too long to tell; empty if there are no others."""
     return f" and {len(others)} more" if others else ""

@@ -1,4 +1,4 @@
-"""What every plan must satisfy, whoever made it. A coordinator adopts none that violates any of it."""
+"""Rules that every plan must satisfy, whoever made it. A coordinator adopts none that violates any of them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -16,7 +16,7 @@ from skein.units import format_bytes
 
 
 def violations(plan: Plan, job: JobSpec, fleet: Fleet) -> tuple[str, ...]:
-    """What is wrong with `plan` for `job` on `fleet`, a sentence each; empty for a plan that may be adopted."""
+    """Violations of `plan` for `job` on `fleet`, a sentence each; empty for a plan that may be adopted."""
     cut = tuple(_cut(plan, job))
     if cut:
         return cut
@@ -95,7 +95,7 @@ def _paths(plan: Plan, job: JobSpec) -> Iterator[str]:
 
 
 def _ends(path: Path, plan: Plan, held: Collection[ChunkRef]) -> Iterator[str]:
-    """Where a path begins and ends, and who holds what is on it."""
+    """Faults of a path at its ends, and hops whose worker does not hold their stage."""
     for hop in path.hops:
         if hop not in held:
             yield f"{hop.worker} does not hold stage {hop.stage}"
@@ -108,7 +108,7 @@ def _ends(path: Path, plan: Plan, held: Collection[ChunkRef]) -> Iterator[str]:
 
 
 def _way(path: Path, plan: Plan, job: JobSpec) -> Iterator[str]:
-    """How far a path leaves the straight way: the rules that keep convergence.
+    """Faults of a path that leaves the straight way further than the rules that keep convergence allow.
 
     Source: SkipPipe (arXiv 2502.19913), convergence constraints of its path search. The highest stage so far is the
     frontier; a step below it is a swap and lands exactly one below.
@@ -212,7 +212,7 @@ def _group(group: Group, plan: Plan, stages: Sequence[StageIndex]) -> Iterator[s
 
 
 def too_few(plan: Plan, job: JobSpec) -> str | None:
-    """Why a robust combiner has too few holders of some stage to choose from; None if it has enough."""
+    """Reason why a robust combiner has too few holders of some stage to choose from; None if it has enough."""
     robust = job.aggregation.combiner
     needed = robust.least_members
     counts = {stage.index: len(plan.holders(stage.index)) for stage in plan.stages}

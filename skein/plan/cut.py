@@ -38,7 +38,7 @@ def cut(
 def cut_costs(
     costs: Sequence[float], num_stages: int, layout: Layout, *, speeds: Sequence[float] | None = None
 ) -> tuple[StageSpec, ...]:
-    """As `cut`, for any cost per layer (bytes, say) and what each stage can bear of it."""
+    """Stages as of `cut`, for any cost per layer (bytes, say) and what each stage can bear of it."""
     array = np.asarray(costs, dtype=np.float64)
     if layout is Layout.LINE:
         return _specs(partition(array, num_stages, speeds=speeds))
@@ -77,7 +77,7 @@ def check_job(job: JobSpec) -> None:
 def partition(
     costs: F64, num_parts: int, *, speeds: Sequence[float] | None = None, extra_first: float = 0.0
 ) -> tuple[int, ...]:
-    """Where each of `num_parts` contiguous, non-empty parts of `costs` stops, so that max(cost / speed) is least.
+    """Stops of `num_parts` contiguous, non-empty parts of `costs`, such that max(cost / speed) is least.
 
     >>> partition(np.array([1.0, 1.0, 1.0, 3.0]), 2)
     (3, 4)
@@ -85,6 +85,7 @@ def partition(
     if speeds is not None and len(speeds) != num_parts:
         raise ValueError(f"{len(speeds)} speeds for {num_parts} parts")
     times = _Times(costs, speeds or [1.0] * num_parts, extra_first)
+    # Two passes: first the least greatest time, then the evenest of those that keep to it.
     worst = np.full(len(costs) + 1, np.inf)
     worst[0] = 0.0
     for part in range(num_parts):

@@ -1,4 +1,4 @@
-"""Who else holds what, and who reduces with whom: what of a plan follows from its chunks alone."""
+"""Alternates and groups: the parts of a plan that follow from its chunks alone."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from skein.topology.links import LinkMatrices
 from skein.types import ChunkRef, GroupId, Own, StageSpec, WorkerId
 
 _MAX_ALTERNATES = 8
-"""Of a chunk. A stage of a large fleet has hundreds of holders, and nobody tries them all."""
+"""Most alternates of a chunk. A stage of a large fleet has hundreds of holders, and nobody tries them all."""
 
 
 def alternates_of(chunks: Sequence[ChunkRef], pool: Pool) -> Iterator[Alternates]:
@@ -61,7 +61,7 @@ def groups_of(
 def _measured_weights(
     job: JobSpec, workers: Sequence[WorkerId], num_bytes: int, pool: Pool
 ) -> tuple[Row, ...]:
-    """Who takes what from whom in gossip over a graph that the links choose; nothing for any other job."""
+    """Rows of gossip over a graph that the links choose; none for any other job."""
     mixed = job.aggregation.neighbourhood
     if mixed is None or mixed.graph != "measured":
         return ()

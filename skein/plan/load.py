@@ -1,4 +1,4 @@
-"""What a chunk asks of its worker: arithmetic, memory and traffic of one microbatch, from the model's layer list."""
+"""Load of a chunk on its worker: arithmetic, memory and traffic of one microbatch, from the model's layer list."""
 
 import math
 from bisect import bisect_right
@@ -10,12 +10,12 @@ from skein.model.layers import LayerSpec, stage_cost
 from skein.types import GroupId, Own, StageIndex, StageSpec, Tied
 
 _COPIES = 5
-"""Of each parameter: itself, the gradient, the reduced gradient (an attempt leaves the gradient alone), two moments."""
+"""Copies of each parameter: itself, gradient, reduced gradient (an attempt leaves the gradient alone), two moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:
-    """One chunk of `stage`, all per microbatch.
+    """Load of one chunk of `stage`; FLOPs, slots and outputs are of one microbatch.
 
     It takes `fixed_bytes + slots * slot_bytes` of memory. `parameter_bytes` are those of its parameters, `own_bytes`
     of the ones that no other stage shares, `output_bytes` of the boundary tensor that it hands on (and of the gradient
@@ -33,7 +33,7 @@ class StageLoad:
 
     @property
     def state_bytes(self) -> int:
-        """What moves if the chunk moves: parameters and two moments."""
+        """Bytes that move if the chunk moves: parameters and two moments."""
         return 3 * self.parameter_bytes
 
     @property
@@ -42,12 +42,12 @@ class StageLoad:
         return self.forward_flops + self.backward_flops
 
     def memory_bytes(self, slots: int) -> int:
-        """What the chunk takes with so many slots."""
+        """Bytes of memory that the chunk takes with so many slots."""
         return self.fixed_bytes + slots * self.slot_bytes
 
 
 def stage_loads(job: JobSpec, stages: Sequence[StageSpec]) -> tuple[StageLoad, ...]:
-    """What each of `stages` asks, in their order."""
+    """Loads of `stages`, in their order."""
     layers = job.layers
     return tuple(_load(job, layers, stage) for stage in stages)
 
@@ -55,7 +55,7 @@ def stage_loads(job: JobSpec, stages: Sequence[StageSpec]) -> tuple[StageLoad, .
 def stages_by_group(
     stages: Sequence[StageSpec], *, has_shared: bool
 ) -> dict[GroupId, tuple[StageIndex, ...]]:
-    """One group per stage, and one for the tensors that the first and the last share."""
+    """Stages of each group: a group per stage, and one for the tensors that the first and the last share."""
     found: dict[GroupId, tuple[StageIndex, ...]] = {Own(stage.index): (stage.index,) for stage in stages}
     if has_shared:
         found[Tied()] = (stages[0].index, stages[-1].index)
@@ -110,7 +110,7 @@ def slots_within(loads: Sequence[StageLoad], wanted: Sequence[int], memory_bytes
 
 
 LEAST_SHARD_BYTES = 2**20
-"""Of a reduction: smaller parts cost more in messages than they spare."""
+"""Smallest shard of a reduction: smaller ones cost more in messages than they spare."""
 
 
 def num_shards(num_bytes: int, num_workers: int) -> int:

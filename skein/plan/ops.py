@@ -16,19 +16,19 @@ from typing import NamedTuple
 
 
 class Direction(StrEnum):
-    """Which way a boundary tensor goes: an activation to the next hop, or a gradient to the one before."""
+    """Direction of a boundary tensor: an activation to the next hop, or a gradient to the one before."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
     @property
     def step(self) -> int:
-        """From the hop that makes such a tensor to the hop that takes it."""
+        """Offset from the hop that makes such a tensor to the hop that takes it."""
         return 1 if self is Direction.FORWARD else -1
 
 
 class Kept(StrEnum):
-    """What an op leaves at its chunk for a later op of the same microbatch."""
+    """Data that an op leaves at its chunk for a later op of the same microbatch."""
 
     GRAPH = "graph"
 
@@ -41,7 +41,7 @@ class ChunkOrder(StrEnum):
 
 
 class Cost(StrEnum):
-    """Whose seconds an op takes, of those that are known of a chunk: LOSS is both others, unless measured by itself."""
+    """Kind of seconds that an op takes, of those known of a chunk: LOSS is both others, unless measured by itself."""
 
     FORWARD = "forward"
     LOSS = "loss"
@@ -56,7 +56,7 @@ class Cost(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRow:
-    """What is asked about a kind of op.
+    """Properties of a kind of op.
 
     Args:
         letter: in plan files and pictures.
@@ -98,7 +98,7 @@ class OpRow:
 
 
 class OpKind(StrEnum):
-    """What a worker does with a microbatch: LOSS is the last hop of a path, forward and backward in one."""
+    """Kind of work on a microbatch: LOSS is the last hop of a path, forward and backward in one."""
 
     row: OpRow
 

@@ -1,4 +1,4 @@
-"""Who does what when, from paths and slots alone: the plain order, oldest microbatch first and backward before forward.
+"""The plain order of ops, from paths and slots alone: oldest microbatch first and backward before forward.
 
 Rules of this file
 - Nothing here knows times: an op takes one turn, and what it made is where it goes in the next.
@@ -34,7 +34,7 @@ class PlacedOp:
 Ways = Sequence[Sequence[PlacedOp]]
 """All ops of each microbatch, by number."""
 Urgency = Callable[[PlacedOp], tuple[int, ...]]
-"""What a worker runs first among what is ready: the least. No two ops of a worker may be equal."""
+"""Key of an op: of what is ready a worker runs the least first. No two ops of a worker may be equal."""
 
 
 def ops_of(microbatch: MicrobatchId, path: Path) -> Iterator[PlacedOp]:
@@ -82,7 +82,7 @@ def ascending_ops(paths: Sequence[Path]) -> dict[ChunkRef, list[PlannedOp]]:
 
 
 def left_undone(plan: Plan) -> tuple[PlannedOp, ...]:
-    """Where microbatches come to a halt if a step is made by `plan`: nowhere, unless its orders run in a circle.
+    """Ops at which microbatches come to a halt if a step is made by `plan`: none, unless its orders run in a circle.
 
     The schedules must be complete: every op of every path once, on its worker.
     """
@@ -120,7 +120,7 @@ class _ChunkQueue:
             self._others.append(placed)
 
     def take_due(self) -> Iterator[PlacedOp]:
-        """What may run now and was not given before."""
+        """Ops that may run now and were not given before."""
         yield from self._others
         self._others.clear()
         for head in (queue[0] for queue in self._lanes.values() if queue):
@@ -128,7 +128,7 @@ class _ChunkQueue:
                 yield self._in_order.pop(head)
 
     def end(self, op: PlannedOp) -> None:
-        """What `take_due` gave is over."""
+        """Note that an op which `take_due` gave is over."""
         queue = self._lanes.get(op.kind.row.lane) if op.kind.row.lane else None
         if queue is not None:
             queue.popleft()
@@ -172,7 +172,7 @@ class DryRun:
                 self._arrive(placed)
 
     def turn(self) -> list[PlacedOp]:
-        """One op of each worker that has one ready, by worker; nothing if all is done or nothing can go on."""
+        """Ops of one turn: one of each worker that has one ready, by worker; none if all is done or none can go on."""
         ran = [heappop(self._ready[worker])[1] for worker in sorted(self._ready)]
         for worker in [worker for worker, ready in self._ready.items() if not ready]:
             del self._ready[worker]

@@ -38,7 +38,7 @@ def find_paths(
     speeds: F64,
     pool: Pool,
 ) -> tuple[Path, ...]:
-    """One path per microbatch: holders are used in proportion to `speeds`, over the cheapest links.
+    """Paths of all microbatches: holders are used in proportion to `speeds`, over the cheapest links.
 
     Between two stages, pairs of holders are served from the cheapest link on, as far as both have microbatches left;
     so pipelines inside a site stay there. In `LOOP` the way back to the origin follows from its first hop; it decides
@@ -66,6 +66,7 @@ def find_paths(
             way.append(boundary.take(way[-1], origin if layout.comes_back else None))
         if layout.comes_back:
             way.append(origin)
+        # One object for each distinct way: thousands of microbatches share a few.
         found.append(paths.setdefault(tuple(way), _path(stages, way, pool)))
     return tuple(found)
 
@@ -79,7 +80,7 @@ def find_skipping_paths(
     speeds: F64,
     pool: Pool,
 ) -> tuple[Path, ...]:
-    """One path per microbatch that leaves stages out in rotation, the rest in order: plain, and blind to links' costs.
+    """Paths, one per microbatch, that leave stages out in rotation, the rest in order: plain, blind to links' costs.
 
     Every stage that may be left out is visited equally often, to within one. The holders of a stage take its visitors
     in turn, in proportion to `speeds`, those in the sender's site first.
@@ -121,7 +122,7 @@ def visited_stages(microbatch: int, num_stages: int, num_visited: int, layout: L
 
 
 def widest_jump(num_stages: int, num_visited: int, layout: Layout) -> int:
-    """How far above the stage before any microbatch goes on if stages are left out in rotation.
+    """Widest jump: how many stages any microbatch goes up at once if stages are left out in rotation.
 
     >>> widest_jump(6, 4, Layout.LOOP), widest_jump(6, 3, Layout.LINE), widest_jump(4, 4, Layout.LINE)
     (2, 4, 1)
@@ -158,7 +159,7 @@ class _Turns:
 
 
 class _Flows:
-    """How many microbatches go from each holder of one stage to each of the next."""
+    """Numbers of microbatches that go from each holder of one stage to each of the next."""
 
     def __init__(self, before: Mapping[int, int], after: Mapping[int, int], pool: Pool) -> None:
         senders, receivers = np.array(sorted(before)), np.array(sorted(after))

@@ -19,7 +19,7 @@ from skein.units import format_bytes
 I64 = npt.NDArray[np.int64]
 
 _ABOUT_AS_FAST = 0.8
-"""Of the fastest candidate's speed; who is above may be chosen for being near."""
+"""Share of the fastest candidate's speed from which on a worker may be chosen for being near."""
 _WORTH_LEAVING_OUT = 1.5
 """Fewer workers than stages are used only if that is so many times faster: the user asked for a cut."""
 _MARGIN = 1 + 1e-9
@@ -27,7 +27,7 @@ _MARGIN = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Demand:
-    """What the body stages ask: FLOPs per microbatch and bytes with one slot, (num_stages,) each."""
+    """Demand of the body stages: FLOPs per microbatch and bytes with one slot, (num_stages,) each."""
 
     flops: F64
     memory_bytes: I64
@@ -47,7 +47,7 @@ class Pool:
 
 
 class Seating:
-    """Which worker holds which stages. Keeps its two views and the free memory in step."""
+    """Placement: holders by stage, and stages by worker. Keeps its two views and the free memory in step."""
 
     def __init__(self, demand: Demand, pool: Pool) -> None:
         self.demand = demand
@@ -123,7 +123,7 @@ def reseat(demand: Demand, pool: Pool, kept: Iterable[tuple[int, int]]) -> Seati
 
 
 def _shortage(demand: Demand, pool: Pool) -> str:
-    """Why nothing fits: the stage that is too big for all, or else all together."""
+    """Reason why nothing fits: the stage that is too big for all, or else all together."""
     stage, worker = int(demand.memory_bytes.argmax()), int(pool.memory_bytes.argmax())
     needed, available = int(demand.memory_bytes[stage]), int(pool.memory_bytes[worker])
     if needed > available:
@@ -157,7 +157,7 @@ def _nearest(pool: Pool, found: npt.NDArray[np.intp], companions: Sequence[int],
 
 
 def _one_each(demand: Demand, pool: Pool) -> Seating | None:
-    """One worker per stage, heavy stages first; None if memory or numbers do not allow it."""
+    """Placement with one worker per stage, heavy stages first; None if memory or numbers do not allow it."""
     seating = Seating(demand, pool)
     companions: list[int] = []
     open_stages = seating.orphans()
@@ -167,6 +167,7 @@ def _one_each(demand: Demand, pool: Pool) -> Seating | None:
         stage, *open_stages = open_stages
         candidates = seating.is_idle() & seating.has_room(stage)
         while True:
+            # The best worker here may have the only memory for a stage to come; then the next best.
             worker = _choose(pool, candidates, companions)
             assert worker is not None, "a matching existed, so one that seats this stage does"
             rest = seating.is_idle()
@@ -242,6 +243,7 @@ def _adopt(seating: Seating, stage: int) -> bool:
         (busy, 1 / _ABOUT_AS_FAST),
         (spared, 1 / _ABOUT_AS_FAST),
     ):
+        # Idle ones first and with more patience, for they change nothing that others hold.
         near = np.array([x for x, pace in paces.items() if pace <= best * tolerance], dtype=np.intp)
         if near.size:
             worker = _nearest(
@@ -309,7 +311,7 @@ def _relieve(seating: Seating) -> bool:
 
 
 def _fill(seating: Seating) -> bool:
-    """One more holder for each of the stages that have the fewest, the neediest first; each round stays together."""
+    """Add a holder to each of the stages that have the fewest, the neediest first; each round stays together."""
     demand, pool = seating.demand, seating.pool
     useful = _is_useful(demand, pool)
     open_stages = {i for i, holders in enumerate(seating.holders) if len(holders) < demand.replicas}
@@ -338,7 +340,7 @@ def _is_useful(demand: Demand, pool: Pool) -> Mask:
 
 
 def of_use(demand: Demand, pool: Pool, kept: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those (stage, worker) of `kept` whose worker is worth a microbatch, or who are all that their stage has."""
+    """Pairs (stage, worker) of `kept` whose worker is worth a microbatch, or whose stage has no such worker."""
     listed, useful = list(kept), _is_useful(demand, pool)
     served = {stage for stage, worker in listed if useful[worker]}
     return [(stage, worker) for stage, worker in listed if useful[worker] or stage not in served]

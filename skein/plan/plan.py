@@ -1,5 +1,5 @@
-"""What is decided for one generation: who holds what, which way each microbatch goes, who does what when, and who
-reduces with whom."""
+"""Plan of one generation: placement of chunks, paths of microbatches, schedules of workers, and groups that reduce
+together."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, Sta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """Where one microbatch goes, hop by hop; its gradient comes back the same way.
+    """Way of one microbatch, hop by hop; its gradient comes back the same way.
 
     It begins at stage 0 and may leave out and reorder the stages between its ends as far as the job allows. In the
     `loop` layout the last hop is the head stage, on the worker of the first hop.
@@ -22,7 +22,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedOp:
-    """One microbatch at one stage of the worker whose schedule this is in."""
+    """An op of one microbatch at one stage, of the worker whose schedule it is in."""
 
     kind: OpKind
     stage: StageIndex
@@ -43,7 +43,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternates:
-    """Who else holds a chunk's stage, best first; nobody if it is alone."""
+    """Other holders of a chunk's stage, best first; none if it is alone."""
 
     chunk: ChunkRef
     others: tuple[ChunkRef, ...]
@@ -96,7 +96,7 @@ class Group:
     pattern: Pattern = DIRECT
     weights: tuple[Row, ...] = ()
     fragment: int = 0
-    """Which piece of a walker this is about, where a rule cuts it into several."""
+    """Piece of a walker that the group is about, where a rule cuts it into several."""
 
     def owner(self, shard: int) -> ChunkRef:
         """The member that makes the result of `shard`: owners are workers in turn."""
@@ -105,7 +105,7 @@ class Group:
         return next(member for member in self.members if member.worker == worker)
 
     def contributors(self, shard: int) -> tuple[ChunkRef, ...]:
-        """Whose parts make `shard`, in order of summation."""
+        """Members whose parts make `shard`, in order of summation."""
         if self.weights:
             return tuple(self.members[i] for i in self.weights[shard].members)
         if isinstance(self.pattern, Broadcast):
@@ -114,7 +114,7 @@ class Group:
 
     @property
     def weights_by_shard(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """Of each shard whose part counts how much, members by position, in order; of a leader, its own alone."""
+        """Weights of the parts of each shard, with their members by position, in order; of a leader, its own alone."""
         if isinstance(self.pattern, Broadcast):
             return (((self.pattern.leader, 1.0),),) * self.num_shards
         return tuple(row.pairs for row in self.weights)
@@ -127,7 +127,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One generation's decisions.
+    """Decisions of one generation.
 
     `paths[m]` is training microbatch m's. Evaluation microbatch e takes `evaluation_paths[e % len(evaluation_paths)]`;
     those visit every stage once, in order. `schedules` has one entry per worker, sorted by worker, and `alternates` one
@@ -145,7 +145,7 @@ class Plan:
     predicted_step_s: float
     lower_bound_s: float
     reason: Clauses
-    """Why this plan and not another."""
+    """Reason for this plan and not another."""
     chunk_times: tuple[ChunkTime, ...] = ()
     transfer_times: tuple[TransferTime, ...] = ()
 

@@ -44,7 +44,7 @@ OPS_PER_S = 5e7
 
 
 def num_moves_in(budget_s: float, num_ops: int) -> int:
-    """How many moves a budget is worth on a problem of so many ops."""
+    """Moves that a budget is worth on a problem of so many ops."""
     return int(budget_s * OPS_PER_S / max(1, num_ops))
 
 
@@ -78,6 +78,7 @@ def make_searched_plan(
         return _after(job, fleet, plan, previous, seed, may_go_on=may_go_on, steps_left=steps_left)
     if recut(job, fleet, plan) is None:
         return _improved(job, fleet, plan, seed, budget_s=budget_s, may_go_on=may_go_on)
+    # Half of the budget for each cut: which is better shows only once both are searched.
     even = _improved(job, fleet, plan, seed, budget_s=budget_s / 2, may_go_on=may_go_on)
     uneven = recut(job, fleet, even)
     if uneven is None:
@@ -145,7 +146,7 @@ def _follower(
 
 
 def searched_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
-    """What a step of `plan` takes on `fleet`, by the measure that searches go by; None if it cannot run there."""
+    """Predicted seconds of a step of `plan` on `fleet`, by the measure of searches; None if it cannot run there."""
     if violations(plan, job, fleet):
         return None
     pool = pool_of(job, fleet)
@@ -159,7 +160,7 @@ def searched_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
 
 
 def _base(job: JobSpec, fleet: Fleet, balanced: Plan, previous: Plan | None) -> Plan:
-    """What to improve: the previous plan, if it is one that could run on and has a chunk for whoever is of use."""
+    """Plan to improve: the previous one, if it could run on and has a chunk for every worker that is of use."""
     if previous is None or violations(previous, job, fleet):
         return balanced
     alive = {worker.worker for worker in fleet.workers}
@@ -192,6 +193,7 @@ def _improved(
     search = Search(posed.problem, seed=seed)
     founds = ((search.consider(routing), name) for name, routing in orders.items())
     started = min((found.jittered_s, name) for found, name in founds if found is not None)
+    # Other numbers of holders would move state, so they are tried only where nothing is held.
     other = None if held is not None else resized(posed)
     num_moves = num_moves_in(budget_s, len(orders[FIRST_COME].sequence)) // (1 if other is None else 2)
     _run(search, num_moves, may_go_on)
@@ -262,7 +264,7 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tu
 
 
 def _doubted(fleet: Fleet, posed: Posed) -> Iterator[Clause]:
-    """Which links should be measured again; nothing if none looks broken."""
+    """Clause about links that should be measured again; none if none looks broken."""
     doubts = questioned_links(posed.problem.transfer_s, [worker.site for worker in fleet.workers])
     if doubts:
         worst, workers = doubts[0], posed.pool.workers
@@ -303,7 +305,7 @@ def _schedules(
 
 
 def _slots(problem: Problem, routing: Routing, refs: Sequence[ChunkRef]) -> dict[ChunkRef, int]:
-    """What each chunk may hold: as much as fits, but no more than ever visits it."""
+    """Slots of each chunk: as many as fit, but no more than ever visit it."""
     visits = np.bincount(routing.path[:, : problem.num_hops].ravel(), minlength=problem.num_chunks)
     fitting = problem.slots[routing.worker_of, problem.stage_of]
     return {ref: max(1, int(slots)) for ref, slots in zip(refs, np.minimum(visits, fitting), strict=True)}

@@ -18,6 +18,7 @@ FOLDERS = (
     "skein/data",
     "skein/model",
     "skein/numeric",
+    "skein/plan",
     "skein/protocol",
     "skein/sim",
     "skein/storage",

@@ -1,7 +1,7 @@
-"""How one walker's parameters get to all others soonest: a tree along fast links, in pieces that follow each other.
+"""Trees that bring one walker's parameters to all others soonest: along fast links, in pieces that follow each other.
 
-Whoever has a piece sends it on while the next one comes. A sender has one uplink: it sends one piece to one child at a
-time, so many children cost as much as a slow link. Members are places in the order of the matrices.
+A member that has a piece sends it on while the next one comes. A sender has one uplink: it sends one piece to one
+child at a time, so many children cost as much as a slow link. Members are places in the order of the matrices.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ Arrival = tuple[float, float]
 _MOST_VISITED = 8_000
 """Members that the search for a better tree may visit: it takes some ten milliseconds."""
 _WORK = 0.01
-"""What a second of one link's time counts beside a second of waiting, shared among the members."""
+"""Weight of a second of one link's time beside a second of waiting, shared among the members."""
 _GAIN = 1e-9
 """A change that saves a smaller share of the time is rounding."""
 
@@ -55,7 +55,7 @@ class BroadcastProblem:
         return range(len(self.latency_s))
 
     def seconds(self, tree: Tree) -> float:
-        """When the last member has the last piece, as seconds from the start.
+        """Seconds from the start until the last member has the last piece.
 
         Raises:
             ValueError: the tree does not reach every member.
@@ -66,7 +66,7 @@ class BroadcastProblem:
         return max(last_s for _, last_s in found.values())
 
     def _arrivals_s(self, parent_by_member: Mapping[int, int]) -> dict[int, Arrival]:
-        """When each member that the leader reaches has its first piece and its last; between them they are even."""
+        """Seconds at which each member that the leader reaches has its first piece and its last; others come evenly."""
         children = defaultdict(list)
         for member in sorted(parent_by_member):
             children[parent_by_member[member]].append(member)
@@ -79,7 +79,7 @@ class BroadcastProblem:
         return found
 
     def _sent_s(self, sender: int, has_s: Arrival, children: list[int]) -> Iterator[tuple[int, Arrival]]:
-        """When each child has them: piece by piece, child by child, one at a time.
+        """First and last arrival at each child: piece by piece, child by child, one at a time.
 
         Pieces leave as they come, or as fast as the uplink serves all children, whichever is slower.
         """
@@ -157,7 +157,7 @@ class BroadcastProblem:
         return None, num_tried
 
     def _with_moved(self, top: int, tree: Tree) -> Iterator[Tree]:
-        """What is below `top`, entered by any of its members, under any other parent."""
+        """Trees in which the subtree of `top`, entered by any of its members, hangs under any other parent."""
         parents, below = dict(tree), _below(top, tree)
         for entry in sorted(below):
             way = list(_upwards(entry, parents, until=top))
@@ -167,7 +167,7 @@ class BroadcastProblem:
                     yield tuple(sorted((turned | {entry: parent}).items()))
 
     def _cost_s(self, tree: Tree) -> float:
-        """When the last member is done, and a little for what links have to carry: of trees as fast the cheapest."""
+        """Seconds until the last member is done, and a little for what links carry: of trees as fast the cheapest."""
         work_s = self.num_pieces * sum(self._piece_s[parent][member] for member, parent in tree)
         return self.seconds(tree) + _WORK * work_s / len(self.members)
 

@@ -1,4 +1,4 @@
-"""What one exchange costs by rule: bytes that all its workers send together, seconds until all have the result.
+"""Costs of one exchange by rule: bytes that all its workers send together, seconds until all have the result.
 
 Rules of this file
 - A *circle* is the holders of one stage, or of what two stages share. Circles exchange side by side.
@@ -78,7 +78,7 @@ def kinds_of(job: JobSpec, circle: Circle) -> Iterator[Kind]:
 
 
 def reduced_bytes(circle: Circle) -> float:
-    """What all send together for a plain sum in float32."""
+    """Bytes that all workers of a circle send together for a plain sum in float32."""
     return _summed(circle, Sums(per_step=1.0, wire="fp32"), 4).num_bytes
 
 

@@ -1,4 +1,4 @@
-"""Which walker leads, what it claims, and who checks that.
+"""Election of the walker that leads, its claim, and the followers that check that.
 
 Rules of this file
 - All walkers are scored on equal samples, drawn anew for every election: whoever trains on the easiest data would
@@ -22,7 +22,7 @@ Who = TypeVar("Who", int, WorkerId)
 """A walker, by place or by name."""
 
 TOLERANCE = 1e-3
-"""How far two devices may differ in a loss, as a share of it: bfloat16 rounds at 4e-3 an element, means far less."""
+"""Share of a loss by which two devices may differ: bfloat16 rounds at 4e-3 an element, means far less."""
 _LEAST = 1e-6
 """Losses nearer to zero than this are rounding; they differ by shares of this."""
 _DRAWN = 2.0**64
@@ -30,7 +30,7 @@ _DRAWN = 2.0**64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim(Generic[Who]):
-    """What a walker says of itself: its mean loss on the probe (nats) and the digest of the parameters it has.
+    """A walker's word on itself: its mean loss on the probe (nats) and the digest of the parameters it has.
 
     Both are those that `step` began with.
     """
@@ -65,7 +65,7 @@ def elect(scores: Mapping[Who, tuple[float, str]], blacklisted: AbstractSet[Who]
 
 
 def recheck(claim: Claim[Who], *, score: float, digest: str, tolerance: float = TOLERANCE) -> str | None:
-    """Why a claim is not true, from what a follower computed on the parameters it received; None if it is.
+    """Reason why a claim is not true, from what a follower computed on the parameters it received; None if it is.
 
     Args:
         score: loss of the received parameters on the same probe.
@@ -95,7 +95,7 @@ def rechecking(seed: int, round_: int, followers: Collection[Who], *, ratio: flo
 
 
 class ClaimRuling(StrEnum):
-    """What follows from checks: the claim stands, everybody is asked to check, or the leader has lied."""
+    """Ruling that follows from checks: the claim stands, all followers are asked to check, or the leader has lied."""
 
     STANDS = "stands"
     ASK_ALL = "ask_all"
@@ -103,7 +103,7 @@ class ClaimRuling(StrEnum):
 
 
 def judge_claim(is_true_by_follower: Mapping[Who, bool], *, num_followers: int) -> ClaimRuling:
-    """What becomes of a claim: one accusation makes all check, and more than half of all have to agree on a lie.
+    """Ruling on a claim: one accusation makes all followers check, and more than half of all have to agree on a lie.
 
     So neither a leader nor an accuser is believed alone; a follower that is the only one is.
 

@@ -1,4 +1,4 @@
-"""Which way shards travel inside a group, and how long that takes.
+"""Ways of shards inside a group, and how long an exchange along them takes.
 
 Rules of this file
 - A *place* is a position in `Group.workers`: each worker of the group once, however many of its chunks are members.
@@ -49,7 +49,7 @@ class Neighbours:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
-    """What place `leader` has goes down the tree of `parents` (its own is itself), passed on shard by shard."""
+    """The vector of place `leader` goes down the tree of `parents` (its own is itself), passed on shard by shard."""
 
     leader: int
     parents: tuple[int, ...]
@@ -61,7 +61,7 @@ DIRECT = Direct()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Whose parts make a shard, in order of summation: positions in `Group.members`, each with its weight."""
+    """Parts that make a shard, in order of summation: positions in `Group.members`, each with its weight."""
 
     members: tuple[int, ...]
     weights: tuple[float, ...]
@@ -94,7 +94,7 @@ def owning_place(pattern: Pattern, num_places: int, shard: int) -> int:
 
 
 def sum_target(pattern: Pattern, num_places: int, owner: int, place: int) -> int:
-    """Where `place` sends its part of a shard, or what it has summed up; the owner keeps it.
+    """Place to which `place` sends its part of a shard, or what it has summed up; the owner keeps it.
 
     >>> [sum_target(Ring(), 4, 1, place) for place in range(4)], [sum_target(Tree(), 4, 1, place) for place in range(4)]
     ([1, 1, 3, 0], [2, 1, 1, 1])
@@ -113,7 +113,7 @@ def sum_target(pattern: Pattern, num_places: int, owner: int, place: int) -> int
 
 
 def result_source(pattern: Pattern, num_places: int, owner: int, place: int) -> int | None:
-    """Who sends `place` a shard's result; itself for the owner, None if it does not want it."""
+    """Place that sends `place` a shard's result; itself for the owner, None if it does not want it."""
     if place == owner:
         return owner
     match pattern:
@@ -132,7 +132,7 @@ def result_source(pattern: Pattern, num_places: int, owner: int, place: int) -> 
 
 
 def sum_sources(pattern: Ring | Tree, num_places: int, owner: int, place: int) -> tuple[int, ...]:
-    """Who sends sums or parts to `place`, in the order in which they are added; its own come last."""
+    """Places that send sums or parts to `place`, in the order in which they are added; its own part comes last."""
     if isinstance(pattern, Ring):
         before = (place - 1) % num_places
         return () if before == owner else (before,)

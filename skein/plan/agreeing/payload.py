@@ -1,4 +1,4 @@
-"""What a vector weighs on the wire, by format: the same bytes as `skein.numeric.compress` makes, without torch.
+"""Bytes of a vector on the wire, by format: as many as `skein.numeric.compress` makes, without torch.
 
 Names and shapes of tensors, and what gRPC, TCP and IP add, are left out: measured on Ethernet, 3.6 % for the headers of
 full packets, and about 1 kB for each message with what answers it (`bench.studies.aggregation.wire_bytes`).

@@ -1,7 +1,7 @@
-"""When a round of walkers is closed without its late ones, and how much each of the others counts.
+"""Deadline at which a round of walkers closes without its late ones, and the weight of each of the others.
 
 Rules of this file
-- Seconds are counted from the beginning of a round. How long is waited follows from how far apart walkers came in the
+- Seconds are counted from the beginning of a round. The wait follows from how far apart walkers came in the last
   last rounds; of one that was left out it is known that it took longer than its round was open. So a walker that is
   always late is waited for from then on, and noise that grows makes the wait longer.
 - A walker is late once it has taken twice as long as the quorum, at least.
@@ -19,9 +19,9 @@ NUM_REMEMBERED = 64
 NUM_PROVEN = 4
 """Rounds without which nobody knows how far apart walkers come: all are waited for."""
 _ROUNDS_PER_EXCEPTION = 32
-"""Of so many rounds one may be an exception, such as a walker that stood still: its wait does not count."""
+"""Rounds of which one may be an exception, such as a walker that stood still: its wait does not count."""
 _LEAST_WAIT = 1.0
-"""As a share of the time until the quorum: who is not even half as fast as the others is late, whatever is usual."""
+"""Least wait as a share of the time until the quorum: a walker not even half as fast is late, whatever is usual."""
 _ROUNDING = 1e-9
 
 Arrivals = Sequence[float]
@@ -41,7 +41,7 @@ class Quorum:
             raise ValueError(f"grace: {self.grace}: give a number of at least 1")
 
     def needed(self, num_members: int) -> int:
-        """How many of them make a quorum: at least one.
+        """Number of members that make a quorum: at least one.
 
         >>> Quorum(share=0.5, grace=3.0).needed(5)
         3
@@ -67,9 +67,9 @@ class Quorum:
         return waits[-1 - len(waits) // _ROUNDS_PER_EXCEPTION]
 
     def deadline(self, arrived_s: Arrivals, history: Sequence[Arrivals], *, num_members: int) -> float | None:
-        """When the round is closed if nothing more arrives; None: not before all are there.
+        """Seconds at which the round closes if nothing more arrives; None: not before all are there.
 
-        Without a quorum, and as long as too few rounds have shown what is usual, all are waited for; whoever is dead
+        Without a quorum, and as long as too few rounds have shown what is usual, all are waited for; a dead worker
         is no member for long.
 
         >>> quorum = Quorum(share=0.5, grace=3.0)
@@ -102,12 +102,12 @@ class Quorum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eager:
-    """Nobody is waited for: walkers that are done within `share` of the time of the first end their step together."""
+    """A round that waits for nobody: walkers done within `share` of the time of the first end their step together."""
 
     share: float = 0.1
 
     def deadline(self, arrived_s: Arrivals, history: Sequence[Arrivals], *, num_members: int) -> float | None:
-        """When the round is closed if nothing more arrives; None: nobody is done. The past does not matter.
+        """Seconds at which the round closes if nothing more arrives; None: no walker is done. The past does not matter.
 
         >>> Eager().deadline([10.0, 10.5], [], num_members=4)
         11.0

@@ -1,4 +1,4 @@
-"""Which groups end a step: what is reduced as soon as ledgers are complete, and what is exchanged after that.
+"""Groups that end a step: those reduced as soon as ledgers are complete, and those that exchange after that.
 
 Rules of this file
 - Under ONE walker without an exchange, the plan's groups are reduced. Else every chunk is its own group first: its
@@ -44,17 +44,17 @@ class StepGroups:
     has_one_norm: bool = False
     may_lose_some: bool = False
     checkers: tuple[tuple[WorkerId, ...], ...] = ()
-    """Of each exchange, followers that check what their leader claims; none given: nobody."""
+    """Followers that check what their leader claims, by exchange; none given: nobody."""
     clips_result: bool = False
-    """What an exchange gives is a gradient: the norm of that is clipped, and none before."""
+    """Whether an exchange gives a gradient: the norm of that is clipped then, and none before."""
     num_tokens: tuple[int, ...] | None = None
     quorum: Quorum | Eager | None = None
-    """Without which late units are not left out; None: never."""
+    """Rule by which late units are left out; None: none ever is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaders:
-    """Who leads, as walkers by position: all, and each walker's own group."""
+    """Walkers that lead, by position: the leader of all, and for each walker that of its own group."""
 
     of_all: int
     of_group: tuple[int, ...]
@@ -71,7 +71,7 @@ def exchanged_stage(group: GroupId) -> StageIndex | None:
 
 
 def plain_groups(plan: Plan) -> StepGroups:
-    """Those of a step whose gradients are summed over all holders, and nothing else."""
+    """Groups of a step whose gradients are summed over all holders, and nothing else."""
     units = (tuple(group.group for group in plan.groups),)
     return StepGroups(reduced=plan.groups, units=units, has_one_norm=True)
 
@@ -132,7 +132,7 @@ def step_groups(
 
 
 def _quorum(aggregation: AggregationSpec, *, has_dues: bool) -> Quorum | Eager | None:
-    """Who is waited for."""
+    """Rule for late walkers: the job's quorum, or eager in a step without an exchange; None: all are waited for."""
     late = aggregation.lateness
     if late is not None:
         return Quorum(share=late.share, grace=late.grace)
@@ -164,7 +164,7 @@ def exchange_of_all(group: Group, due: Due, aggregation: AggregationSpec) -> Gro
 def _exchanges(
     group: Group, due: Due, aggregation: AggregationSpec, *, seed: int, leaders: Leaders | None, tree: Tree
 ) -> list[Group]:
-    """What one stage's holders exchange."""
+    """Exchanges of one stage's holders; none where a rule has leaders and nobody leads this time."""
     stage, n = group.members[0].stage, len(group.members)
     base = replace(group, group=Exchanged(stage=stage), pattern=Direct(), weights=(), fragment=due.fragment)
     if aggregation.leadership is not None:
@@ -200,7 +200,7 @@ def _drawn(graph: GraphName) -> GraphKind:
 
 
 def rows_of(mixing: Mixing) -> tuple[Row, ...]:
-    """Who takes what from whom."""
+    """Rows of a mixing: for each member those whose parts it takes, with their weights."""
     rows = []
     for i in range(mixing.num_members):
         senders = [j for j in range(mixing.num_members) if mixing.rows[i, j]]

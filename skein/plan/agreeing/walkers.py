@@ -23,12 +23,12 @@ def walkers_of(plan: Plan) -> tuple[tuple[ChunkRef, ...], ...]:
 def lines_of(
     holders: Sequence[Collection[int]], pool: Pool, before: Sequence[Sequence[WorkerId]] = ()
 ) -> tuple[Line, ...]:
-    """As many walkers as the stage with the fewest holders allows, near ones together; other holders are left out.
+    """Walkers, as many as the stage with the fewest holders allows, near workers together; other holders are left out.
 
     Args:
         holders: positions in the pool, by body stage.
         pool: the fleet; round trips decide who is near.
-        before: workers of earlier walkers by stage; who is still complete stays together.
+        before: workers of earlier walkers by stage; walkers that are still complete stay together.
     """
     position = {worker: i for i, worker in enumerate(pool.workers)}
     left = [sorted(held) for held in holders]

@@ -8,10 +8,10 @@ from enum import StrEnum
 
 
 class About(StrEnum):
-    """What a clause is about, and how it begins."""
+    """Subject of a clause, and the words that it begins with."""
 
     MADE = ""
-    """How the plan was made, and for whom."""
+    """Making of the plan: in which way, and for whom."""
     MOVES = "moves "
     """State that the plan moves: the last but for doubts about what was measured."""
     BACK = "with "
@@ -22,7 +22,7 @@ class About(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """One statement, without a semicolon."""
+    """A statement of a plan's reason, without a semicolon."""
 
     words: str
     about: About = About.MADE
@@ -48,16 +48,16 @@ class Clauses:
         return any(clause.about is about for clause in self.all)
 
     def before(self, about: About) -> "Clauses":
-        """Those in front of the first about `about`; all if there is none."""
+        """Clauses in front of the first about `about`; all if there is none."""
         places = (i for i, clause in enumerate(self.all) if clause.about is about)
         return Clauses(self.all[: next(places, None)])
 
     def then(self, *clauses: Clause) -> "Clauses":
-        """These at the end."""
+        """The clauses with `clauses` at the end."""
         return Clauses((*self.all, *clauses))
 
     def saying(self, clause: Clause) -> "Clauses":
-        """This one more, in front of what the plan moves."""
+        """The clauses with `clause` in front of what the plan moves."""
         made = self.before(About.MOVES)
         return made.then(clause, *self.all[len(made.all) :])
 

@@ -1,4 +1,4 @@
-"""What it costs to bring stages to workers that do not hold them: bytes of state over the links from who does."""
+"""Cost of bringing stages to workers that do not hold them: bytes of state over the links from their holders."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def between_s(job: JobSpec, fleet: Fleet, before: Plan | None, after: Plan) -> f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What is in place, and for how many steps what comes after it will be; None: moving costs nothing."""
+    """Plan that is in place, and for how many steps the one after it will be; None: moving costs nothing."""
 
     plan: Plan
     steps_left: int | None
@@ -81,7 +81,7 @@ class Held:
         return seconds
 
     def moved(self, plan: Plan, loads: Sequence[StageLoad]) -> Iterator[Clause]:
-        """What `plan` moves; nothing if everything stays where it is."""
+        """Clause about what `plan` moves; none if everything stays where it is."""
         before = {placed.chunk for placed in self.plan.chunks}
         moved = sorted(placed.chunk for placed in plan.chunks if placed.chunk not in before)
         if moved:

@@ -46,7 +46,7 @@ def recut(job: JobSpec, fleet: Fleet, plan: Plan) -> Plan | None:
 
 
 def widths(plan: Plan) -> str:
-    """How many layers each stage has.
+    """Numbers of layers of the stages, as text.
 
     >>> from tests.support.plans import grid_plan
     >>> widths(grid_plan(stages=2, replicas=1))

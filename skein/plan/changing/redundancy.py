@@ -92,7 +92,7 @@ def shortfalls(plan: Plan, job: JobSpec, fleet: Fleet) -> tuple[Shortfall, ...]:
 
 
 def _num_steps(plan: Plan, job: JobSpec, fleet: Fleet) -> int:
-    """How far a job goes back at most that has lost all holders of a stage: to a copy elsewhere or a checkpoint."""
+    """Steps that a job goes back at most that has lost all holders of a stage: to a copy elsewhere or a checkpoint."""
     steps, saved = job.total_steps, job.checkpoint.every_steps
     workers = {worker.worker for worker in fleet.workers}
     has_elsewhere = all(workers.difference(plan.holders(stage.index)) for stage in plan.stages)

@@ -16,7 +16,7 @@ from skein.plan.plan import Alternates, ChunkTime, Group, Path, Plan
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
 
 Owners = Mapping[tuple[MicrobatchId, StageIndex], WorkerId]
-"""Who has accumulated a microbatch's contribution to a stage."""
+"""Worker that has accumulated a microbatch's contribution to a stage."""
 
 
 def ways(plan: Plan) -> tuple[tuple[StageIndex, ...], ...]:
@@ -107,7 +107,7 @@ def _by_chunk(time: ChunkTime) -> ChunkRef:
 
 
 def usable(plan: Plan, held: Sequence[ChunkRef]) -> list[ChunkRef]:
-    """Those of `held` that paths may visit: in `loop` they end where they began, so one end is of no use alone."""
+    """Chunks of `held` that paths may visit: in `loop` paths end where they began, so one end is of no use alone."""
     if not plan.layout.comes_back:
         return list(held)
     head = plan.stages[-1].index
@@ -181,5 +181,5 @@ class _Choice:
         return chosen
 
     def _done_s(self, chunk: ChunkRef) -> float:
-        """When its worker would be through with one visit more."""
+        """Work of the chunk's worker with one visit more, in seconds, or in visits where no times are known."""
         return self._load[chunk.worker] + self._seconds.get(chunk, 1.0)

@@ -81,7 +81,7 @@ def with_silent(
 
 
 class _Seats:
-    """Who without work holds which body stages, and how much memory that leaves."""
+    """Body stages that each worker without work holds, and how much memory that leaves."""
 
     def __init__(self, plan: Plan, loads: Sequence[StageLoad], pool: Pool, asked: int) -> None:
         self.silent: defaultdict[WorkerId, list[int]] = defaultdict(list)
@@ -98,7 +98,7 @@ class _Seats:
         }
 
     def keep(self, before: Collection[ChunkRef]) -> None:
-        """Who holds a stage that is short of holders goes on holding it."""
+        """Let holders of stages that are short of holders go on holding them."""
         for chunk in sorted(before):
             if self._missing.get(chunk.stage, 0) > 0 and self._has_room(chunk.worker, chunk.stage):
                 self._take(chunk.worker, chunk.stage)
@@ -114,7 +114,7 @@ class _Seats:
             self._take(*best)
 
     def _options(self, stage: StageIndex) -> Iterator[tuple[WorkerId, StageIndex]]:
-        """Who should hold `stage`, with it: who holds least, and of those the fastest."""
+        """The worker that should hold `stage`, with it: of those with room that hold least the fastest, if any."""
         able = [worker for worker in self._speeds if self._has_room(worker, stage)]
         if able:
             yield min(able, key=lambda w: (len(self.silent.get(w, ())), -self._speeds[w], w)), stage
@@ -130,7 +130,7 @@ class _Seats:
         self._free_bytes[worker] -= sum(self._loads[s].memory_bytes(1) for s in self.chunks_at(stage))
 
     def chunks_at(self, stage: int) -> tuple[int, ...]:
-        """What who holds a body stage holds: in `LOOP` the head goes where the first stage goes."""
+        """Stages that come with a body stage, itself included: in `LOOP` the head goes where the first stage goes."""
         return (stage, len(self._loads) - 1) if self._is_loop and stage == 0 else (stage,)
 
 
@@ -188,6 +188,6 @@ def _with_slots(
 
 
 def _told(added: Sequence[ChunkRef]) -> Clause:
-    """Who holds what silently, in a clause."""
+    """Clause about silent holders: the first with its stage, and how many more there are."""
     more = f" and {len(added) - 1} more" if len(added) > 1 else ""
     return Clause(f"silent holders: {added[0].worker} of stage {added[0].stage}{more}")

@@ -1,4 +1,4 @@
-"""What is left of a step that was stopped in the middle: which ops, in an order that can be carried out.
+"""Ops that are left of a step that was stopped in the middle, in an order that can be carried out.
 
 Rules of this file
 - What is done is never done again. What is left takes its input from what is done, or from what is left before it.
@@ -19,7 +19,7 @@ from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
 
 Contribution = tuple[MicrobatchId, StageIndex]
 Held = tuple[MicrobatchId, StageIndex, Kept]
-"""What an op has left at its chunk for a later one, an activation for instance."""
+"""Data that an op has left at its chunk for a later one, an activation for instance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rest:
-    """What is left of a step.
+    """The remainder of a step.
 
     `held` stays at its chunks; `needs` are where ops that are left take what finished ones made, so that somebody has
     to send it again.
@@ -73,6 +73,7 @@ def rest_of(
                 ops[placed.chunk.worker].append(placed.op)
         if not walk.waiting():
             break
+        # A halt: what is held is in the oldest one's way. Each round gives one up, so this ends.
         del kept[_youngest_in_the_way(walk.waiting(), ways, kept)]
     return Rest(
         schedules=tuple(Schedule(worker=worker, ops=tuple(listed)) for worker, listed in ops.items()),
@@ -90,7 +91,7 @@ def _is_done(placed: PlacedOp, ledger: frozenset[Contribution], kept: _KeptAt) -
 
 
 def _walk(ways: Ways, slots: Mapping[ChunkRef, int], left: set[PlacedOp], kept: _KeptAt) -> DryRun:
-    """What is left, ready to be carried out turn by turn."""
+    """Dry run of the ops that are left, ready to be carried out turn by turn."""
     free = dict(slots)
     ops: defaultdict[ChunkRef, list[PlannedOp]] = defaultdict(list)
     for placed in (placed for way in ways for placed in way):
@@ -123,7 +124,7 @@ def _youngest_in_the_way(waiting: Sequence[PlacedOp], ways: Ways, kept: _KeptAt)
 
 
 def _needs(ways: Ways, left: set[PlacedOp]) -> Iterator[Need]:
-    """Where an op that is left takes a boundary tensor that one that is done has made."""
+    """Boundary tensors that ops which are left take from ops which are done."""
     for way in ways:
         for placed in (placed for placed in way if placed in left):
             for before in (way[number] for number in placed.at.inputs):

@@ -26,7 +26,7 @@ _LEAST_S = 1e-12
 def warm_up_depths(
     op_s: Sequence[float], hop_s: Sequence[float], period_s: Sequence[float]
 ) -> tuple[int, ...]:
-    """How many forwards each worker of one pipeline runs before its first backward, to keep the slowest one busy.
+    """Forwards that each worker of one pipeline runs before its first backward, to keep the slowest one busy.
 
     Args:
         op_s: forward and backward of one microbatch at each of num_hops hops, seconds.
@@ -56,13 +56,13 @@ class Trip:
     hop_s: tuple[float, ...]
 
     def from_hop_s(self, hop: int) -> float:
-        """From the forward's start at `hop` to its backward's end, if nothing waits."""
+        """Seconds from the forward's start at `hop` to its backward's end, if nothing waits."""
         return sum(self.op_s[hop:]) + sum(self.hop_s[hop:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What all paths of a step ask together: each distinct one, visits per chunk, computing seconds per worker."""
+    """Work of all paths of a step together: each distinct path, visits per chunk, computing seconds per worker."""
 
     trips: tuple[Trip, ...]
     visits: Mapping[ChunkRef, int]
@@ -171,7 +171,7 @@ def reduction_s(group: Group, num_bytes: int, pool: Pool) -> float:
 def pattern_of(
     aggregation: AggregationSpec, workers: Sequence[WorkerId], num_shards: int, num_bytes: int, pool: Pool
 ) -> Pattern:
-    """Which way the shards of these workers' gradients go: as the job file says, or the cheapest.
+    """Pattern in which the shards of these workers' gradients go: as the job file says, or the cheapest.
 
     Where what travels is not what is added (a rounded wire format, a combination that is no sum, a rule of another
     kind), owners see all parts: Direct.
@@ -236,7 +236,7 @@ def _shown_speeds(fleet: Fleet, loads: Sequence[StageLoad], pool: Pool) -> F64:
 def _measured(
     fleet: Fleet, loads: Sequence[StageLoad], pool: Pool
 ) -> Iterator[tuple[tuple[int, int], StageLoad, StageTime]]:
-    """What was measured of these very stages, each with its (worker, stage) and its load."""
+    """Measured times of these very stages, each with its (worker, stage) and its load."""
     position = {worker: i for i, worker in enumerate(pool.workers)}
     load_of = {load.stage: load for load in loads}
     for x in fleet.stage_times:
@@ -275,7 +275,7 @@ def with_times(plan: Plan, loads: Sequence[StageLoad], pool: Pool, forward_s: F6
 def _transfers(
     plan: Plan, loads: Sequence[StageLoad], pool: Pool, position: dict[WorkerId, int]
 ) -> tuple[TransferTime, ...]:
-    """One for each directed link in use; where tensors of several sizes take it, of the largest."""
+    """Transfer times of all directed links in use; where tensors of several sizes take a link, of the largest."""
     bytes_by_link: dict[tuple[WorkerId, WorkerId], int] = {}
     for path in plan.paths:
         for here, there in pairwise(path.hops):

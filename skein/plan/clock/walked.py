@@ -38,7 +38,7 @@ class Pace:
     output_bytes: float
 
     def op_s(self, worker: int, op: PlannedOp) -> float:
-        """One op."""
+        """Seconds of `op` at the worker at this position of the pool."""
         forward_s, backward_s = self.forward_s[worker, op.stage], self.backward_s[worker, op.stage]
         return op.kind.row.cost.seconds(float(forward_s), float(backward_s))
 
@@ -51,7 +51,7 @@ def pace_of(pool: Pool, loads: Sequence[StageLoad], forward_s: F64, backward_s: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum:
-    """What is summed up once these stages are done, in so many seconds."""
+    """A sum that is made once these stages are done, in so many seconds."""
 
     stages: frozenset[int]
     seconds: float
@@ -110,7 +110,7 @@ def walked_s(
 
 
 class _Walk:
-    """One step, in order of the ops' ends."""
+    """Walk through one step, in order of the ops' ends."""
 
     def __init__(self, paths: Sequence[Path], schedules: Sequence[Schedule], pace: Pace) -> None:
         self._pace = pace
@@ -133,7 +133,7 @@ class _Walk:
         return any(self._at[worker] < len(ops) for worker, ops in self._lists.items())
 
     def ends_s(self) -> dict[int, float]:
-        """When each stage's last backward, or loss, ends."""
+        """Seconds at which each stage's last backward, or loss, ends."""
         ends_s: defaultdict[int, float] = defaultdict(float)
         for worker in self._lists:
             self._begin(worker)
@@ -144,6 +144,7 @@ class _Walk:
             self._at[worker] += 1
             if placed.op.kind.row.is_accumulating:
                 ends_s[placed.chunk.stage] = max(ends_s[placed.chunk.stage], end_s)
+            # Ends come in order of time, so lines serve tensors in the order in which they are ready.
             for number in placed.at.followers:
                 target = self._ways[m][number].chunk.worker
                 ready_s = self._arrival_s(worker, target, end_s)
@@ -169,7 +170,7 @@ class _Walk:
         heappush(self._running, (end_s, m, number, self._ways[m][number]))
 
     def _arrival_s(self, sender: WorkerId, receiver: WorkerId, ready_s: float) -> float:
-        """When a tensor is there that is ready now; its lines are taken until then, latency apart."""
+        """Arrival of a tensor that is ready at `ready_s`, in seconds; its lines are taken until then, latency apart."""
         if sender == receiver:
             return ready_s
         here, there = self._position[sender], self._position[receiver]

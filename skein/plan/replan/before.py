@@ -1,4 +1,4 @@
-"""What a change of fleet leaves in place, in the numbers of the workers that are here now."""
+"""Parts of a routing that a change of fleet leaves in place, in the numbers of the workers that are here now."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ LOST = -1
 """Holder of a chunk whose worker has gone."""
 
 Seats = tuple[tuple[int, ...], ...]
-"""Who holds each stage, in the order of its chunks."""
+"""Holders of each stage, in the order of its chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,13 +31,13 @@ class Before:
     path: I64
     sequence: I64
     seats: Seats = field(init=False)
-    """Who held each stage, `LOST` included."""
+    """Holders of each stage before the change, `LOST` included."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seats", seats_of(self.stage_sizes, self.worker_of))
 
     def kept(self, problem: Problem) -> Seats:
-        """Who still holds each stage and has room for it."""
+        """Holders that each stage still has and that have room for it."""
         return tuple(
             tuple(worker for worker in held if worker != LOST and problem.slots[worker, stage] >= 1)
             for stage, held in enumerate(self.seats)
@@ -45,7 +45,7 @@ class Before:
 
 
 def seats_of(stage_sizes: Sequence[int], worker_of: I64) -> Seats:
-    """Who holds each stage.
+    """Holders of each stage.
 
     >>> seats_of((2, 1), np.array([5, LOST, 3]))
     ((5, -1), (3,))
@@ -63,7 +63,7 @@ def worker_of(seats: Seats) -> I64:
 
 
 def num_held(seats: Seats) -> Counter[int]:
-    """How many chunks each worker has."""
+    """Number of chunks that each worker has."""
     return Counter(worker for held in seats for worker in held)
 
 
@@ -78,7 +78,7 @@ def moved_chunks(before: Before, seats: Seats) -> tuple[tuple[int, int], ...]:
 
 
 def least_moves(before: Before, sizes: Sequence[int]) -> tuple[int, ...]:
-    """How many chunks of each stage any plan with these numbers of holders has to move: what nobody holds any more."""
+    """Number of chunks of each stage that any plan with so many holders moves: those that nobody holds any more."""
     return tuple(
         max(0, size - sum(worker != LOST for worker in held))
         for size, held in zip(sizes, before.seats, strict=True)

@@ -20,7 +20,7 @@ from skein.types import WorkerId
 from skein.units import format_bytes
 
 OPS = 1.1e8
-"""That replanning runs at most: about a second of one core. It is what a fleet waits for after a loss."""
+"""Ops that replanning runs at most: about a second of one core. A fleet waits for that after a loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,7 +42,7 @@ def replan_job(
     seed: int,
     may_go_on: Callable[[], bool],
 ) -> Followed | None:
-    """What follows `previous` on the fleet of `posed`; None if its chunks cannot stay as they are.
+    """Successor of `previous` on the fleet of `posed`; None if its chunks cannot stay as they are.
 
     Args:
         posed: any plan of the same stages on the fleet as it is now.
@@ -62,6 +62,7 @@ def replan_job(
         steps_left=steps_left,
         most_chunks=most_chunks,
     )
+    # A move of the annealer runs each op of a step about once.
     num_moves = int(min(num_ops, OPS) / max(1, len(before.sequence)))
     after = replan(posed.problem, before, moving, num_moves=num_moves, seed=seed, may_go_on=may_go_on)
     if isinstance(after, Infeasible):
@@ -106,7 +107,7 @@ def _body(by_stage: F64, previous: Plan) -> F64:
 
 
 def _why(after: Replanned, posed: Posed, previous: Plan) -> Iterator[Clause]:
-    """What changed, what stays and what moves, in clauses."""
+    """Clauses about what changed, what stays and what moves."""
     workers = posed.pool.workers
     lost = sorted(set(previous.workers) - set(workers))
     movers = {workers[worker] for _, worker in after.moved}

@@ -1,4 +1,4 @@
-"""How long each stage keeps its holders busy, in closed form: what tells promising placements from hopeless ones."""
+"""Seconds that each stage keeps its holders busy, in closed form: they tell promising placements from hopeless ones."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ _TINY_S = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Needs:
-    """What stages ask and workers give.
+    """Visits that stages ask, and rates at which workers serve them.
 
     Args:
         visits: (num_stages,) in a step.
@@ -42,7 +42,7 @@ class Needs:
         )
 
     def about_s(self, seats: Seats) -> float:
-        """One figure for a placement: a norm of its stages' seconds, in which the busiest counts most."""
+        """A single figure for a placement: a norm of its stages' seconds, in which the busiest counts most."""
         busy_s = self.busy_s(seats)
         most_s = float(busy_s.max())
         if not 0 < most_s < np.inf:

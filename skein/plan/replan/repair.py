@@ -64,6 +64,7 @@ def _even_out(
             room[chunk] -= 1
         else:
             homeless.append((m, hop))
+    # After all that can stay, so that nothing is moved for the sake of what moves anyway.
     for m, hop in homeless:
         beside = [x for x in _beside(problem, hop) if path[m, x] != _NOBODY]
         detour_s = around_s[held][:, holders[path[m, beside]]].sum(axis=1)

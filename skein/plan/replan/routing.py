@@ -26,21 +26,21 @@ from skein.plan.route.problem import F64, Problem, Routing
 from skein.plan.route.search import NUM_JITTERS
 
 GAIN = 0.02
-"""Of a step: what moving one chunk, or changing what could go on, has to spare."""
+"""Share of a step that moving one chunk, or changing what could go on, has to spare."""
 _MOST_ROUNDS = 5
 _TRIED, _LONGER, _LONGEST = 40, 8, 4
 """Placements that are tried in a round, tried longer, and, of all rounds, tried longest."""
 _OPS_PER_ROUND = 12_000
 """On large problems fewer placements are tried: so many ops together, but never fewer than are tried longer."""
 _SHARES = {"short": 1 / 70, "long": 1 / 20, "last": 1 / 9}
-"""Of all moves, in one annealing: with every round there is, they sum to 1."""
+"""Shares of all moves in one annealing of each kind: with every round there is, they sum to 1."""
 _WARMTHS = {"short": 1 / 100, "long": 1 / 150, "last": 1 / 250}
 """Cool, for paths that were good before are good starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moving:
-    """What moving costs, and how much may be held.
+    """Cost of moving, and how much may be held.
 
     Args:
         state_bytes: (num_stages,) of one chunk.
@@ -112,6 +112,7 @@ def replan(
     start = kept or roughly(problem, before, seats, needs, seed=seed)
     if start is None:
         return Infeasible(reason="no order of what is held has slots enough")
+    # Moves are priced only now: a part of that price is a share of the step itself.
     move_s = _move_s(before, moving, gain_s=GAIN * start.cost_s)
     start = priced(start, move_s)
     trying = _Trying(
@@ -131,7 +132,7 @@ def replan(
 
 
 def _placed(problem: Problem, before: Before, moving: Moving) -> tuple[Seats, Needs] | Infeasible:
-    """Who holds what with as few moves as can be, and what stages need then."""
+    """Seats with as few moves as can be, and the needs of their stages."""
     seats = before.kept(problem)
     most_held = num_seats(problem) // problem.num_workers
     if any(count > most_held for count in num_held(seats).values()):
@@ -148,7 +149,7 @@ def _placed(problem: Problem, before: Before, moving: Moving) -> tuple[Seats, Ne
 
 
 def _move_s(before: Before, moving: Moving, *, gain_s: float) -> F64:
-    """As in `Problem`: what moving a chunk costs a step, at least `gain_s`; 0 where it is held."""
+    """Seconds that moving a chunk costs a step, as in `Problem`: at least `gain_s`; 0 where it is held."""
     seconds = np.zeros_like(moving.fetch_s)
     if moving.steps_left is not None:
         seconds = moving.fetch_s / max(1, moving.steps_left)

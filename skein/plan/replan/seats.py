@@ -1,4 +1,4 @@
-"""Who could hold what after a change: placements that one move reaches, and such that leave no stage to nobody."""
+"""Placements after a change: those that one move reaches, and those that leave no stage without a holder."""
 
 from collections.abc import Iterator
 
@@ -29,6 +29,7 @@ def one_move(problem: Problem, seats: Seats, needs: Needs, *, most_chunks: int) 
     spare = [worker for worker in range(problem.num_workers) if shared[worker] < most_held]
     can_grow = sum(shared.values()) < most_chunks
     for to, held in enumerate(seats):
+        # One origin more would have no microbatch to begin.
         if to == 0 and len(held) >= problem.num_microbatches:
             continue
         idle = [worker for worker in spare if not shared[worker]] or spare

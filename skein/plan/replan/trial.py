@@ -30,12 +30,12 @@ class Trial:
 
     @property
     def seats(self) -> Seats:
-        """Who holds each stage."""
+        """Holders of each stage."""
         return seats_of(self.problem.stage_sizes, self.routing.worker_of)
 
 
 def as_before(problem: Problem, before: Before, seats: Seats, needs: Needs) -> Trial | None:
-    """These seats with the paths before, repaired, in the order before; None if slots do not suffice in it."""
+    """Trial of these seats with the paths before, repaired, in the order before; None if slots do not suffice in it."""
     problem = posed(problem, before, seats, needs)
     path = repaired(problem, before, seats, needs)
     kept = Routing(worker_of=worker_of(seats), path=path, sequence=before.sequence)
@@ -44,7 +44,7 @@ def as_before(problem: Problem, before: Before, seats: Seats, needs: Needs) -> T
 
 
 def roughly(problem: Problem, before: Before, seats: Seats, needs: Needs, *, seed: int) -> Trial | None:
-    """These seats with the paths before, repaired, or others where that spares much; None if no order was found."""
+    """Trial of these seats with the paths before, repaired, or with much better ones; None if no order was found."""
     problem = posed(problem, before, seats, needs)
     path = repaired(problem, before, seats, needs)
     holders = worker_of(seats)
@@ -69,7 +69,7 @@ def annealed(trial: Trial, num_moves: int, *, warmth: float, seed: int) -> Trial
 
 
 def moves_s(problem: Problem, seats: Seats) -> float:
-    """What moving the chunks of `seats` costs a step."""
+    """Seconds that moving the chunks of `seats` costs a step."""
     if problem.move_s is None:
         return 0.0
     stages = np.repeat(np.arange(len(seats)), [len(held) for held in seats])

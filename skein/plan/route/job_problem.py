@@ -49,6 +49,7 @@ def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | No
         (stage, worker): chunk
         for chunk, (stage, worker) in enumerate((s, w) for s, held in enumerate(holders) for w in held)
     }
+    # The head of LOOP is no chunk of its own here: such paths end at their origin's.
     rows = [[chunk_at.get((hop.stage, position[hop.worker]), -1) for hop in path.hops] for path in plan.paths]
     if is_loop:
         rows = [[*row[:-1], row[0]] for row in rows]
@@ -108,7 +109,7 @@ def work_s(problem: Problem) -> F64:
 
 
 def _slots(loads: Sequence[StageLoad], num_stages: int, most_held: int, pool: Pool, most: int) -> I64:
-    """What fits into each worker's memory if it shares it equally between as many chunks as the fullest one holds."""
+    """Slots by worker and stage, where as many chunks as the fullest worker holds share each memory equally."""
     share_bytes = pool.memory_bytes // most_held
     columns = []
     for stage in range(num_stages):

@@ -59,7 +59,7 @@ def _chains(problem: Problem, path: I64) -> dict[tuple[int, ...], list[int]]:
 def _ways(
     problem: Problem, worker_of: I64, chains: Mapping[tuple[int, ...], list[int]], name: str
 ) -> _Ways | None:
-    """What each worker does in the order called `name`; None if some chain has not the shape for it."""
+    """Ops of each worker in the order called `name`; None if some chain has not the shape for it."""
     ways: dict[int, list[PlannedOp]] = {}
     for chain, microbatches in chains.items():
         workers = list(dict.fromkeys(int(worker_of[chunk]) for chunk in chain))
@@ -110,7 +110,7 @@ def _depths(problem: Problem, holders: Sequence[int], num_microbatches: int) -> 
 
 
 def _sequence(problem: Problem, ways: _Ways) -> I64 | None:
-    """One order of all ops that keeps each worker's; None if they run in a circle. A loop's losses go when they may."""
+    """An order of all ops that keeps each worker's; None if they run in a circle. A loop's losses go when they may."""
     at = problem.ops
     queues = {worker: deque(_own_ops(problem, ops)) for worker, ops in ways.items()}
     done = np.zeros(problem.num_microbatches, np.int64)

@@ -45,6 +45,7 @@ def listed_sequence(plan: Plan) -> I64 | None:
         while ops:
             microbatch = int(ops[0].microbatch)
             if numbers[microbatch].get((ops[0].kind, ops[0].stage)) != at[microbatch]:
+                # A worker is woken by the microbatch that it waits for, not looked at again for every op.
                 waiting.setdefault(microbatch, []).append(worker)
                 break
             ops.popleft()
@@ -71,6 +72,6 @@ def in_time(problem: Problem, routing: Routing) -> Routing | None:
 
 
 def _numbers(plan: Plan, microbatch: int) -> dict[tuple[OpKind, int], int]:
-    """Which op of its microbatch each op is."""
+    """Number of each op within its microbatch, by kind and stage."""
     hops = plan.paths[microbatch].hops
     return {(op.kind, int(hops[op.hop].stage)): op.number for op in path_ops(len(hops))}

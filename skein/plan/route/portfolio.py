@@ -23,7 +23,7 @@ Cost = tuple[float, ...]
 
 
 class Solver(Protocol[_Slice_contra, _Answer_co]):
-    """What looks for an answer, slice by slice: the balanced planner by seed, a search by moves, a bound by effort."""
+    """Search for an answer, slice by slice: the balanced planner by seed, a search by moves, a bound by effort."""
 
     def __call__(self, slice_: _Slice_contra, /) -> "_Answer_co | Infeasible": ...
 
@@ -31,7 +31,7 @@ class Solver(Protocol[_Slice_contra, _Answer_co]):
 def improvements(
     solver: Solver[_Slice, _Answer], slices: Iterable[_Slice], cost: Callable[[_Answer], Cost]
 ) -> Iterator[_Answer]:
-    """What `solver` finds in these slices, each better than all before; ends early where nothing can be found."""
+    """Answers that `solver` finds in these slices, each better than all before; ends early where none can be found."""
     from skein.plan.plan import Infeasible  # who only ships starts without numpy
 
     least: Cost | None = None
@@ -45,7 +45,7 @@ def improvements(
 
 
 class Role(StrEnum):
-    """What a member does: look for plans, or prove bounds."""
+    """Work of a member: look for plans, or prove bounds."""
 
     PLAN = "plan"
     BOUND = "bound"
@@ -53,7 +53,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a member is sent for."""
+    """Turn of a member: its role, and the seed of its draws."""
 
     role: Role
     seed: int
@@ -70,7 +70,7 @@ class Portfolio(Generic[_Answer]):
     _num_sent: int = 0
 
     def turns(self) -> tuple[Turn, ...]:
-        """Who is to be sent now, beside those that were: members are numbered in this order."""
+        """Turns to be sent now, beside those that were: members are numbered in this order."""
         wanted = [Turn(role=Role.PLAN, seed=seed) for seed in self.seeds]
         if self.wants_bound and self.best is not None:
             wanted.append(Turn(role=Role.BOUND, seed=self.seeds[0]))

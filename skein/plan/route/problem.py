@@ -24,7 +24,7 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reduction:
-    """What the holders of a stage exchange after its last backward.
+    """Exchange of a stage's holders after its last backward.
 
     Args:
         num_bytes: (num_stages,) gradient of one stage.
@@ -42,7 +42,7 @@ class Reduction:
     least_shard_bytes: float = 0.0
 
     def part_bytes(self, num_bytes: float, num_holders: int) -> float:
-        """What an owner receives, and then sends, if so many holders sum so much: a shard from and to each other."""
+        """Bytes that an owner receives, and then sends, if so many holders sum so much: a shard from and to each."""
         num_shards = num_holders
         if self.least_shard_bytes > 0:
             num_shards = min(num_holders, max(1, math.ceil(num_bytes / self.least_shard_bytes)))
@@ -51,7 +51,7 @@ class Reduction:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """One step to be planned. Times in seconds; workers are numbered 0 ... num_workers - 1.
+    """A step to be planned. Times in seconds; workers are numbered 0 ... num_workers - 1.
 
     Args:
         name: for messages.
@@ -147,7 +147,7 @@ class Problem:
 
     @cached_property
     def visits_by_stage(self) -> tuple[int, ...]:
-        """How often each stage is visited in a step: skippable ones equally, the lower ones once more if need be."""
+        """Visits of each stage in a step: skippable ones equally, the lower ones once more if need be."""
         total = self.num_microbatches
         fixed = self.num_stages - len(self.skippable)
         each, rest = divmod(total * (self.path_len - fixed), max(1, len(self.skippable)))
@@ -176,7 +176,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """When everything of a routing happens, in seconds from the step's start.
+    """Times of all that happens in a routing, in seconds from the step's start.
 
     Args:
         begin_s: (num_microbatches, ops of each) start of each op, by its number.

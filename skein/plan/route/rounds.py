@@ -1,4 +1,4 @@
-"""How a search spends its moves: rough plans from several starts first, then the best one warmed up less and less."""
+"""Order in which a search spends its moves: rough plans from several starts, then the best one warmed up ever less."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ _MOVES_PER_OP = 2_500
 _COUNTED_PER_OP = 200
 """Moves of a slice where slices are counted."""
 _TRY_MOVES = 2_000
-"""Of the slice that measures how fast this machine is."""
+"""Moves of the slice that measures how fast this machine is."""
 _CAUTION = 0.85
-"""Of the time left: the machine may be slower than it was, and a slice that does not end is lost."""
+"""Share of the time left that is planned: the machine may be slower than it was, and an unfinished slice is lost."""
 _LEAST_S = 0.15
 _STARTS = (0.06, 0.14, 0.14, 0.14)
 _WARMTHS = (0.016, 0.012, 0.008, 0.004)
@@ -20,7 +20,7 @@ _WARMTHS = (0.016, 0.012, 0.008, 0.004)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnealingRound:
-    """One annealing with `share` of all moves: of a start of its own (`warmth` None), or of the best routing so far.
+    """An annealing with `share` of all moves: of a start of its own (`warmth` None), or of the best routing so far.
 
     `warmth` is the first temperature in steps of that routing.
     """
@@ -30,7 +30,7 @@ class AnnealingRound:
 
 
 def rounds(num_moves: float, num_ops: int) -> tuple[AnnealingRound, ...]:
-    """What to do with so many moves on a problem of so many ops; shares sum to 1.
+    """Rounds for so many moves on a problem of so many ops; shares sum to 1.
 
     Several starts, for one annealing differs from the next by a few percent; then the best of them again and again,
     cooler each time. With 2.4 million moves on problems of 20 workers this ended 0.6 to 2.7 % lower than two long
@@ -49,14 +49,14 @@ def rounds(num_moves: float, num_ops: int) -> tuple[AnnealingRound, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveSlice:
-    """One annealing of so many moves; `warmth` as of its round."""
+    """An annealing of so many moves; `warmth` as of its round."""
 
     num_moves: int
     warmth: float | None
 
 
 def slices(num_moves: int, num_ops: int) -> tuple[MoveSlice, ...]:
-    """How to spend so many moves on so many ops."""
+    """Slices that spend so many moves on so many ops, one for each round."""
     return tuple(
         MoveSlice(num_moves=max(1, int(x.share * num_moves)), warmth=x.warmth)
         for x in rounds(num_moves, num_ops)

@@ -38,7 +38,7 @@ class Found:
 
     @property
     def cost_s(self) -> float:
-        """What the search makes small."""
+        """Seconds that the search makes small."""
         return self.jittered_s + self.move_s
 
 
@@ -63,7 +63,7 @@ class Search:
             self._offer(start)
 
     def consider(self, routing_: Routing) -> Found | None:
-        """What a given routing takes, kept if it is the best so far; None if its order does not keep to the slots."""
+        """Measure a given routing, and keep it if it is the best; None if its order does not keep to the slots."""
         try:
             return self._measured(routing_)
         except ValueError:
@@ -81,7 +81,7 @@ class Search:
         return Infeasible(reason="no placement has a slot for every chunk")
 
     def improve(self, num_moves: int) -> Found | Infeasible:
-        """One annealing of `num_moves` proposals from a start of its own; gives the best routing so far."""
+        """Run one annealing of `num_moves` proposals from a start of its own; gives the best routing so far."""
         self._num_rounds += 1
         random = dice(key(self._seed, "anneal", self._num_rounds))
         paths = first_paths(self.problem)
@@ -96,6 +96,7 @@ class Search:
         fit(self._fixed, here)
         undo = undo_space(here)
         scale_s = self.best.step_s
+        # Far from good, an order is not worth its cost: the surrogate needs none.
         rough = self._cooling(max(1, num_moves // 8), scale_s / 15, scale_s / 1200)
         # On small problems anything may be best, so every other start is drawn and left as it is.
         if self._num_rounds % 2 or self.problem.num_workers > _SMALL:
@@ -107,13 +108,13 @@ class Search:
         return self._annealed(routed, fine, random)
 
     def run(self, slice_: MoveSlice) -> Found | Infeasible:
-        """One slice; gives the best routing so far."""
+        """Run one slice; gives the best routing so far."""
         if slice_.warmth is None:
             return self.improve(slice_.num_moves)
         return self.polish(slice_.num_moves, warmth=slice_.warmth)
 
     def polish(self, num_moves: int, *, warmth: float = 0.004) -> Found | Infeasible:
-        """One annealing of the best routing, from a temperature of `warmth` times its step."""
+        """Anneal the best routing once more, from a temperature of `warmth` times its step."""
         if self.best is None:
             return self.begin()
         self._num_rounds += 1
@@ -157,7 +158,7 @@ class Search:
         return found
 
     def _is_better(self, found: Found, best: Found) -> bool:
-        """Of those close to the least mean under jitter, the shortest if times are as measured."""
+        """Whether `found` is better: of those close to the least mean under jitter, the shortest as measured wins."""
         most_s = _CLOSE * self._least_s
         if found.cost_s > most_s or best.cost_s > most_s:
             return found.cost_s < best.cost_s

@@ -34,6 +34,7 @@ def first_paths(problem: Problem) -> I64 | Infeasible:
             row.append(origin)
         rows.append(row)
     paths = np.array(rows, np.int64)
+    # Where jumps are short, the stages with most visits left could not always be taken.
     if not _evened(problem, paths):
         return Infeasible(
             reason=f"no paths were found that visit all stages equally often: {what_limits(problem)}"
@@ -53,6 +54,7 @@ def _evened(problem: Problem, paths: I64) -> bool:
     """
     while (unequal := _unequal(problem, paths)) is not None:
         most, least = unequal
+        # By breadth: where no path can visit one for the other, the shortest chain disturbs the fewest.
         came_from: dict[int, tuple[int, int, int]] = {most: (-1, -1, -1)}
         edge = [most]
         while edge and least not in came_from:

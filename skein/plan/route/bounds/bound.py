@@ -39,7 +39,7 @@ _FULL_STRENGTH = 24
 
 
 class Effort(IntEnum):
-    """How much work a bound may be: `SIMPLE` formulas only, `ROUTES` linear programs, `FULL` cases too."""
+    """Work that a bound may be: `SIMPLE` formulas only, `ROUTES` linear programs, `FULL` cases too."""
 
     SIMPLE = 0
     ROUTES = 1
@@ -76,6 +76,7 @@ def lower_bound(problem: Problem, *, cutoff_s: float | None = None, effort: Effo
     after_s = 0.0 if reduction is None else reduce_least_s(problem, reduction, 0)
     parts = simple_parts(problem, trips)
     if effort > Effort.SIMPLE:
+        # Programs bound the makespan, and aggregation follows it: no more than the rest is worth proving.
         high_s = FAR if cutoff_s is None else cutoff_s - after_s
         parts += program_parts(problem, trips, max(value for _, value in parts), high_s, effort)
     parts = sorted(((name, value * (1 - _TOLERANCE)) for name, value in parts), key=lambda x: (-x[1], x[0]))
@@ -151,7 +152,7 @@ def simple_parts(problem: Problem, trips: Trips) -> list[tuple[str, float]]:
 
 
 def _of_origins(problem: Problem, seconds: Callable[[int], F64]) -> float:
-    """What the slowest origin takes at least if worker w takes `seconds(count)[w]` for `count` microbatches.
+    """Seconds that the slowest origin takes at least if worker w takes `seconds(count)[w]` for `count` microbatches.
 
     The k origins with most microbatches are k workers, for none holds a stage twice: the slowest of them is no better
     than the k-th best worker with the least of their counts.
@@ -181,7 +182,7 @@ def stage_ends(problem: Problem, trips: Trips, *, tail_s: F64 | None = None) -> 
 
 
 def least_visits(problem: Problem, stage: int) -> int:
-    """How often a stage is visited in any plan: skippable ones alike, but which of them once more is free."""
+    """Least visits of a stage in any plan: skippable ones are alike, but which of them has one more is free."""
     if stage not in problem.skippable:
         return problem.num_microbatches
     fixed = problem.num_stages - len(problem.skippable)
@@ -208,7 +209,7 @@ def _least_window(visit_s: F64, around_s: F64, num_holders: int, num_visits: int
 
 
 def reduce_least_s(problem: Problem, reduction: Reduction, stage: int) -> float:
-    """What the best holders of a stage take to aggregate; of the first also what it shares with the last."""
+    """Seconds that the best holders of a stage take to aggregate; of the first also what it shares with the last."""
     if not least_visits(problem, stage):
         return 0.0
     own_s = _among_least_s(problem, reduction, problem.stage_sizes[stage], float(reduction.num_bytes[stage]))
@@ -223,7 +224,7 @@ def reduce_least_s(problem: Problem, reduction: Reduction, stage: int) -> float:
 
 
 def _among_least_s(problem: Problem, reduction: Reduction, size: int, num_bytes: float) -> float:
-    """What so many workers take at least: one of them has its size - 1 best links in the group."""
+    """Seconds that so many workers take at least: one of them has its size - 1 best links in the group."""
     if not 2 <= size <= problem.num_workers or num_bytes == 0:
         return 0.0
     part_bytes = reduction.part_bytes(num_bytes, size)

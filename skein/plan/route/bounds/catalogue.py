@@ -39,7 +39,7 @@ class Catalogue:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prices:
-    """What each worker takes, (num_workers,), at least 0.
+    """Prices of each worker, (num_workers,), at least 0.
 
     As a later hop: for a second of its device, for a visit, for a second of a slot; for a second as the loss's worker.
     """
@@ -78,7 +78,9 @@ def catalogue(trips: Trips, limit_s: F64) -> Catalogue | None:
         if len(rows) * num_workers > 4 * MOST_TRIPS:
             return None
         reached_s = so_far_s[:, None] + pair_s[rows[:, -1]] + own_s
+        # No worker twice: programs are made only where each holds one chunk.
         reached_s[np.arange(len(rows))[:, None], rows] = FAR
+        # Trips that cannot be home in time are dropped hop by hop, or the list would grow with every one.
         keeps = reached_s + rest_s[hop - 1][:, rows[:, 0]].T <= limit_s[rows[:, 0]][:, None]
         which, worker = np.nonzero(keeps)
         rows, so_far_s = np.hstack([rows[which], worker[:, None]]), reached_s[which, worker]
@@ -120,7 +122,7 @@ def _with_gaps(trips: Trips, rows: I64, length_s: F64, held_s: F64) -> tuple[I64
 
 
 def _held_s(trips: Trips, rows: I64, length_s: F64) -> F64:
-    """How long each hop's slot is taken: what is left of the trip without the hops and links before it."""
+    """Seconds that each hop's slot is taken: what is left of the trip without the hops and links before it."""
     pair_s = trips.pair_s()
     held_s = np.zeros((len(rows), trips.num_hops))
     held_s[:, 0] = length_s
@@ -152,7 +154,7 @@ class Offers:
 
 
 def offers(trips: Trips, listed: Catalogue, prices: Prices, end_s: float, num_points: int) -> Offers:
-    """What trips cost at `prices`, up to lengths of `end_s`."""
+    """The cheapest trips at `prices`, up to lengths of `end_s`."""
     price = _price(trips, listed, prices)
     step_s = end_s / (num_points - 1)
     grid_s = step_s * np.arange(num_points)

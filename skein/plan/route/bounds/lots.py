@@ -1,4 +1,4 @@
-"""One origin by itself: when its microbatches can start and end on its slots and its one device.
+"""An origin by itself: when its microbatches can start and end on its slots and its one device.
 
 A *lot* is all n microbatches of an origin with M slots. Sort the n starts of its forwards and, apart, the n ends of its
 last backwards. The k-th end frees the slot that the (M + k)-th start takes, so there is a *turn* t_k between them. What
@@ -100,11 +100,13 @@ def cheapest_lots(trips: Trips, tariff: Tariff, workers: I64, count: int, end_s:
         found: F64 = end_s - (count - 1 - k) * backward_s
         return found
 
+    # Turn by turn, the least price by cell: each next turn is `apart` later, rounded down so that no lot is missed.
     least = np.zeros((len(workers), len(cell_s)))
     chosen: list[I64] = []
     for turn in range(num_turns):
         if turn:
             least = np.where(cells < apart, FAR, least[rows, np.maximum(cells - apart, 0)])
+        # What began with the step has one turn, so it is priced as it is; between two turns the line splits the price.
         ended = tariff.at(workers, cell_s + tariff.step_s - turn * forward_s)
         least = least + (ended if turn < slots else slope * (cell_s + tariff.step_s))
         begun = tariff.at(workers, end_of(slots + turn) - cell_s)
@@ -113,6 +115,7 @@ def cheapest_lots(trips: Trips, tariff: Tariff, workers: I64, count: int, end_s:
         is_new = np.hstack([np.ones((len(workers), 1), bool), least[:, 1:] < best[:, :-1]])
         chosen.append(np.maximum.accumulate(np.where(is_new, cells, 0), axis=1))
         least = best
+    # Backwards through the choices, for the program wants the lots' trips and not only their price.
     turns_s = np.zeros((len(workers), num_turns))
     cell = np.full(len(workers), len(cell_s) - 1)
     for turn in reversed(range(num_turns)):

@@ -30,7 +30,7 @@ from skein.plan.route.problem import F64, Problem
 
 _NUM_POINTS = 600
 _PROOF = 1e-7
-"""What the least payment must be above, as a part of the prices' sum times T: far more than rounding adds up to."""
+"""Payment that is no proof yet, as a part of the prices' sum times T: far more than rounding adds up to."""
 _MOST_COLUMNS = 250
 """Kept from one question to the next."""
 
@@ -50,7 +50,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Windows:
-    """What each worker has for a role, by the end of the step; see `Prices`."""
+    """Room that each worker has for a role, by the end of the step; see `Prices`."""
 
     work_s: F64
     visits: F64
@@ -73,7 +73,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Priced:
-    """What the cheapest lots cost at `prices`: lots[count] is (num_workers,)."""
+    """Cost of the cheapest lots at `prices`: lots[count] is (num_workers,)."""
 
     prices: Prices
     lots: dict[int, F64]
@@ -104,6 +104,7 @@ class Program:
             may_split: whether to decide cases on who is an origin, or to leave that to broken shares.
         """
         self.num_rounds_left = num_rounds
+        # A lot that ends sooner is one of this step too, so answers to other questions are a start.
         self.columns = [column for column in self.columns if column.end_s <= end_s][-_MOST_COLUMNS:]
         size = self.problem.num_workers
         even, zero = np.ones(size) / size, np.zeros(size)
@@ -131,6 +132,7 @@ class Program:
             if solved is None:
                 return None
             excess, prices, shares = solved
+            # The lots fit, so no price speaks against this case as a whole; its parts may still be empty.
             if excess <= _PROOF:
                 return cases_of(case, shares, self.twins, priced)
             num_before = len(self.columns)
@@ -171,6 +173,7 @@ class Program:
         shares = np.array([share for _, share in mixed])
         work_s, visits, hold_s, loss_s = np.zeros((4, size))
         for hop in range(1, trips.num_hops):
+            # `np.add.at`, for one worker may be on several of the mixed trips.
             worker = self.listed.workers[rows, hop]
             np.add.at(work_s, worker, shares * trips.both_s[hop][worker])
             np.add.at(visits, worker, shares)
@@ -219,6 +222,8 @@ class Program:
         counts = sorted(set(problem.num_by_origin), reverse=True)
         work, last, over = num, num + size, num + 2 * size
         worker = np.arange(size)
+        # Rows by worker: work, visits, slots, losses, at most one role; last, how many have later hops.
+        # One overrun loosens all windows alike, which keeps the sum of prices at 1 or below.
         above = np.zeros((5 * size + 1, over + 1))
         for begin, asked, window, role in (
             (0, "work_s", windows.work_s, work),
@@ -249,6 +254,7 @@ class Program:
         found = linprog(aim, A_ub=above, b_ub=limits, A_eq=equal, b_eq=wanted, method="highs")
         if found.status != 0:
             return None
+        # Rounding may turn a sign, and only prices of at least 0 prove anything.
         price = np.maximum(0.0, -found.ineqlin.marginals)
         shares = np.zeros(size)
         np.add.at(shares, [column.origin for column in columns], found.x[:num])
@@ -299,6 +305,7 @@ def cases_of(case: Case, shares: F64, twins: list[list[int]], last: Priced) -> l
         if (np.abs(shares[group] - np.round(shares[group])) > 1e-6).any()
     ]
     if broken:
+        # The least decided group: both its cases differ most from this one.
         _, group = min(broken)
         undecided = [worker for worker in group if worker not in case.origins and worker not in case.others]
         decided = sum(worker in case.origins for worker in group)
@@ -314,7 +321,7 @@ def cases_of(case: Case, shares: F64, twins: list[list[int]], last: Priced) -> l
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ramps:
-    """What keeps workers from working at both ends of a step.
+    """Limits that keep workers from working at both ends of a step.
 
     Args:
         head_s: [hop, worker, origin] least from the step's start to a forward; of hops 1 ... K - 1.
@@ -359,6 +366,7 @@ def windows_of(trips: Trips, ramps: Ramps, end_s: float, case: Case) -> Windows:
     idle_s = _ramp_idle_s(trips, ramps, end_s, may_be, head_s, tail_s)
     slots = trips.slots[1]
     hold_s = np.zeros(len(open_s))
+    # Each further slot opens later and closes sooner, so using all of them need not hold most.
     for used in range(1, int(slots.max(initial=0)) + 1):
         held_s = used * open_s - used * (used - 1) / 2 * both_s
         hold_s = np.where(used <= slots, np.maximum(hold_s, held_s), hold_s)

@@ -45,7 +45,7 @@ _TIE = 1e-3
 
 
 class Cooling(NamedTuple):
-    """How an annealing runs.
+    """Settings of an annealing.
 
     num_moves: proposals. first_s, last_s: temperature, in seconds of the objective, falling geometrically.
     evenness: weight of `smoothness` beside the step's seconds. order_share, seat_share: of the proposals.
@@ -91,6 +91,7 @@ def surrogate_s(fixed: Fixed, state: State, chain_s: F64, load_s: F64) -> float:
             load_s[state.holder[chunk]] += state.visit_s[chunk]
         chunk = state.path[m, fixed.num_hops]
         load_s[state.holder[chunk]] += state.last_s[chunk]
+    # A norm, not the maximum, which most moves leave as it is; scaled, for a 16th power of seconds would vanish.
     longest_s = 1e-300
     for origin in range(len(chain_s)):
         longest_s = max(longest_s, chain_s[origin])
@@ -122,6 +123,7 @@ def anneal_surrogate(fixed: Fixed, state: State, undo: Undo, cooling: Cooling, r
             continue
         refit(fixed, state, undo, changed)
         there_s = surrogate_s(fixed, state, chain_s, load_s)
+        # -log of a uniform draw: what is worse by x is taken with probability exp(-x / warmth).
         if there_s <= now_s - warmth_s * np.log(draw(random) + 1e-300):
             now_s = there_s
             if now_s < best_s:
@@ -129,6 +131,7 @@ def anneal_surrogate(fixed: Fixed, state: State, undo: Undo, cooling: Cooling, r
                 best_holder[:] = state.holder
                 best_path[:] = state.path
         else:
+            # Put back, not copied: a move touches two seats or paths, a copy would take all of them.
             take_back(state, undo, changed)
             refit(fixed, state, undo, changed)
     state.holder[:] = best_holder
@@ -169,6 +172,7 @@ def order_first_come(fixed: Fixed, state: State, begin_s: F64, end_s: F64) -> bo
     if step_s == NEVER:
         return False
     width = begin_s.shape[1]
+    # A stable sort, so that of equal starts the order stays by microbatch.
     order = np.argsort(begin_s.copy().reshape(begin_s.size), kind="mergesort")
     for at in range(len(order)):
         state.sequence[at] = order[at] // width
@@ -188,6 +192,7 @@ def anneal(
     now = run_sequence(fixed, state, work, NEVER)
     now += cooling.evenness * smoothness(work) + state.move_s.sum()
     sort_sequence(state, work)
+    # A copy: runs of refused moves overwrite `work`, and moves of the order go by what was accepted.
     waited_s = work.waited_s.copy()
     sequence, op = state.sequence.copy(), state.op.copy()
     begin_s = np.zeros((len(state.trip_s), len(fixed.ops)))
@@ -203,6 +208,7 @@ def anneal(
             at, to = found[0], found[1]
             if at < 0:
                 continue
+            # An op's new place changes no seat and no path, so nothing has to be refitted.
             changed = NOTHING
         else:
             if kind < cooling.order_share + cooling.seat_share:
@@ -212,14 +218,17 @@ def anneal(
             if changed == NOTHING:
                 continue
             refit(fixed, state, undo, changed)
+        # Drawn first, so that the run below can end as soon as it is clear that the move will be refused.
         threshold = now - warmth_s * np.log(draw(random) + 1e-300)
         # Every microbatch ends after its trip, so smoothness is at least (0.65 + 0.5) mean trips.
         move_s = state.move_s.sum()
         limit_s = threshold - cooling.evenness * 1.1 * state.trip_s.mean() - move_s
         there = NEVER
         is_ordered_anew = False
+        # A look at trips alone refuses many a move before a run over all ops.
         if _least_s(state, chain_s) <= limit_s:
             there = run_sequence(fixed, state, work, limit_s)
+            # New seats or paths may only want another order; a new order that blocks is simply a bad one.
             if there == BLOCKED and at < 0 and draw(random) < again_share:
                 sequence[:] = state.sequence
                 op[:] = state.op
@@ -230,10 +239,12 @@ def anneal(
                 there = NEVER
             if there < NEVER:
                 there += move_s
+                # The best is told by length; what is accepted also by smoothness, for length alone gives no slope.
                 kept = there + _TIE * smoothness(work)
                 there += cooling.evenness * smoothness(work)
         if there <= threshold:
             now = there
+            # Links serve in sequence order, so the sequence is kept in order of time.
             sort_sequence(state, work)
             waited_s[:] = work.waited_s
             if kept < least:

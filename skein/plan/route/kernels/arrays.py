@@ -1,4 +1,4 @@
-"""What the compiled loops work on: a problem and a routing as flat arrays, in tuples that numba can take apart."""
+"""Data of the compiled loops: a problem and a routing as flat arrays, in tuples that numba can take apart."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -77,6 +77,7 @@ def fixed(problem: Problem) -> Fixed:
     """The arrays of `problem`."""
     square = (problem.num_workers, problem.num_workers)
     reduction, shape = problem.reduction, (problem.num_workers, problem.num_stages)
+    # What a problem leaves out costs nothing: zeros instead of None, which would need loops of another type.
     return Fixed(
         stage_of=problem.stage_of,
         first_chunk=problem.first_chunk,
@@ -167,7 +168,7 @@ def routing(problem: Problem, state: State) -> Routing:
 
 
 def op_numbers(sequence: I64, num_microbatches: int) -> I64:
-    """Which op of its microbatch each place in `sequence` is.
+    """Number of the op, within its microbatch, that each place in `sequence` is.
 
     >>> op_numbers(np.array([0, 1, 0, 0, 1]), 2).tolist()
     [0, 0, 1, 2, 1]

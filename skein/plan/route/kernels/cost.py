@@ -1,4 +1,4 @@
-"""What a routing costs, as compiled loops: trips that never wait, a step run in sequence order, aggregation.
+"""Cost of a routing, as compiled loops: trips that never wait, a step run in sequence order, aggregation.
 
 Rules of this file
 - A step in sequence order is run in one pass: an op starts when its input is there and its worker has ended the ops
@@ -116,6 +116,7 @@ def among_s(fixed: Fixed, state: State, begin: int, end: int, more: int, num_byt
     chunks = len(state.slots) - more if more != begin else 0
     num_holders = end - begin
     for b in range(chunks):
+        # A worker at both ends has one part of the sum, not two.
         is_new = True
         for a in range(begin, end):
             if state.holder[a] == state.holder[more + b]:
@@ -183,6 +184,7 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
         taken = rows[op, SLOTS]
         if taken != 0:
             held[chunk] += taken
+            # Waiting would not help: the backward that frees a slot is the same worker's, later in the sequence.
             if held[chunk] > slots[chunk]:
                 return BLOCKED
         worker = holder[chunk]
@@ -192,6 +194,7 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
         end_s = begin_s + takes_s
         free_s[worker] = end_s
         rest_s[m] -= takes_s
+        # The rest of a trip without waiting is the least that can follow, so no good step ends here.
         if end_s + rest_s[m] > limit_s:
             return NEVER
         if rows[op, SUMS]:
@@ -204,6 +207,7 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
         else:
             target = holder[way[m, op + 1]]
             rest_s[m] -= transfer_s[worker, target]
+            # Both ends are taken for the wire's time alone; latency holds up nobody else.
             if has_wires and worker != target:
                 end_s = max(end_s, up_s[worker], down_s[target])
                 up_s[worker] = down_s[target] = end_s + wire_s[worker, target]
@@ -217,7 +221,7 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
 
 @compiled
 def smoothness(work: Scratch) -> float:
-    """What tells two routings of one length apart: when microbatches and origins end on average.
+    """Measure that tells two routings of one length apart: when microbatches and origins end on average.
 
     The step's length alone is flat almost everywhere.
     """
@@ -227,6 +231,7 @@ def smoothness(work: Scratch) -> float:
 @compiled
 def sort_sequence(state: State, work: Scratch) -> None:
     """Put the sequence in order of starts; each worker's own order stays as it is."""
+    # By insertion, for after one move nearly all is in order.
     for at in range(1, len(state.sequence)):
         begin_s, waited_s = work.begin_s[at], work.waited_s[at]
         m, op = state.sequence[at], state.op[at]

@@ -15,7 +15,7 @@ from skein.plan.route.kernels.compiled import compiled
 from skein.plan.route.problem import F64, I64
 
 NOTHING, SEATS, PATHS = 0, 1, 2
-"""What a move changed."""
+"""Parts of a routing that a move can change."""
 _TRIES = 6
 
 
@@ -169,7 +169,7 @@ def _move_visit(fixed: Fixed, state: State, random: U64, a: int) -> bool:
 
 @compiled
 def _exchange_stages(fixed: Fixed, state: State, random: U64, a: int, b: int) -> bool:
-    """One microbatch leaves out a stage that the other visits from now on, and the other way round."""
+    """Two microbatches each leave out a stage that the other visits from now on."""
     if fixed.num_hops < 2:
         return False
     mine, theirs = below(random, fixed.num_hops - 1) + 1, below(random, fixed.num_hops - 1) + 1
@@ -236,7 +236,7 @@ def _exchange_neighbours(fixed: Fixed, state: State, random: U64, a: int) -> boo
 
 @compiled
 def change_paths(fixed: Fixed, state: State, undo: Undo, shares: F64, random: U64) -> int:
-    """One move of a kind drawn by `shares` (6,), cumulative; NOTHING if it would not be legal."""
+    """Make a move of a kind drawn by `shares` (6,), cumulative; NOTHING if it would not be legal."""
     num_microbatches = len(state.trip_s)
     has_body = fixed.num_hops + (0 if fixed.is_loop else 1) > 1
     if not has_body:
@@ -247,6 +247,7 @@ def change_paths(fixed: Fixed, state: State, undo: Undo, shares: F64, random: U6
     if kind < shares[0]:
         is_done = a != b and _exchange_chunks(fixed, state, random, a, b)
     elif kind < shares[1]:
+        # Twice the same one: so undoing and refitting leave `b` alone.
         _remember(state, undo, a, a)
         if fixed.has_spare_visits and draw(random) < 0.3:
             is_done = _trade_stage(fixed, state, random, a)
@@ -263,6 +264,7 @@ def change_paths(fixed: Fixed, state: State, undo: Undo, shares: F64, random: U6
         is_done = _exchange_neighbours(fixed, state, random, a)
     if is_done:
         return PATHS
+    # Tried in place and taken back: a copy of all paths would cost more.
     take_back(state, undo, PATHS)
     return NOTHING
 
@@ -276,10 +278,12 @@ def pull_forward(state: State, waited_s: F64, random: U64) -> I64:
     found = np.full(2, -1)
     for _ in range(_TRIES):
         at = below(random, len(state.sequence))
+        # An op that began with its input gains nothing from an earlier place.
         if waited_s[at] <= 0.0:
             continue
         m, op = state.sequence[at], state.op[at]
         worker = state.holder[state.way[m, op]]
+        # Past several ops at once, for passing just one of them may make the step longer.
         left = below(random, 3)
         to = -1
         for before in range(at - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""One step of a routing, event by event, in exact order: when every op starts, and when the step is over.
+"""Simulation of one step of a routing, event by event, in exact order: when every op starts, when the step is over.
 
 Rules of this file
 - A worker runs one op at a time, to its end: among what is ready backward and loss come before forward, then the
@@ -62,6 +62,7 @@ def simulate(
     ready_number = np.zeros(num_microbatches, np.int64)
     first_ready = np.full(num_workers, -1)
     next_ready = np.full(num_microbatches, -1)
+    # The heap is three flat arrays, so that an event makes no object; its numbers tell equal times apart.
     heap_s = np.empty(num_microbatches + 1)
     heap_number = np.empty(num_microbatches + 1, np.int64)
     heap_item = np.empty(num_microbatches + 1, np.int64)
@@ -114,6 +115,7 @@ def simulate(
             worker = worker_of[way[m, op]]
             touched[num_touched] = worker
             num_touched += 1
+            # An arrival only queues: what else comes in this moment may be more urgent.
             if not is_running[m]:
                 ready_s[m] = now
                 ready_number[m] = its_number
@@ -134,6 +136,7 @@ def simulate(
             target = worker_of[way[m, op]]
             busy_s = wire_s[worker, target]
             begins_s = now
+            # Both ends are taken for the wire's time alone; while latency passes they serve others.
             if busy_s > 0.0:
                 begins_s = max(now, up_s[worker], down_s[target])
                 up_s[worker] = begins_s + busy_s
@@ -154,6 +157,7 @@ def simulate(
                 )
                 at = parent
             heap_s[at], heap_number[at], heap_item[at] = time, number, m
+        # Ascending, so that starts do not hang on the order in which this moment's events were taken.
         if num_touched > 1:
             for i in range(1, num_touched):
                 worker = touched[i]
@@ -174,6 +178,7 @@ def simulate(
             while m >= 0:
                 op = op_of[m]
                 is_forward = not ops[op, SUMS]
+                # A forward without a slot is passed over: a backward behind it may give one back.
                 if not (ops[op, SLOTS] > 0 and free[way[m, op]] <= 0):
                     if best < 0:
                         better = True
@@ -217,4 +222,5 @@ def simulate(
                 )
                 at = parent
             heap_s[at], heap_number[at], heap_item[at] = time, number, best
+    # No event is left: microbatches that are not back wait for each other's slots.
     return last_s if num_left == 0 else NEVER
