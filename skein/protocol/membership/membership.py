@@ -348,7 +348,8 @@ class Membership:
                 f"protocol version {hello.protocol_version}, but this coordinator speaks {PROTOCOL_VERSION}: "
                 "install the same release of Skein on both"
             )
-        return self._refused.get(hello.incarnation) or self._taken(hello, now=now)
+        reason = self._refused.get(hello.incarnation)
+        return self._taken(hello, now=now) if reason is None else reason
 
     def _taken(self, hello: Hello, *, now: float) -> str | None:
         """Reason to refuse this process its name: another one has it, and this one proves no succession."""
