@@ -51,6 +51,10 @@ class DamagedError(SkeinError):
     """A checkpoint's file is not there, or not what was written."""
 
 
+class MistoldError(DamagedError):
+    """A checkpoint's file is what was written, but that is not what its writer told, or nothing was told."""
+
+
 def manifest_bytes(checkpoint: CheckpointCommitted, spec: JobSpec) -> bytes:
     """The text of manifest.json."""
     files = [
@@ -167,12 +171,14 @@ class CheckpointStore:
 
         Raises:
             UserError: a file is missing or another, or the place cannot be written.
-            RemoteError: a name that no checkpoint's file has.
+            RemoteError: a name that no checkpoint's file has, or a file with other content than its writer told.
         """
         with _explained(checkpoint.url):
             files = self._folder(checkpoint.job, checkpoint.url)
             try:
                 _verify(files, checkpoint)
+            except MistoldError as error:
+                raise RemoteError(f"{error}: have all workers run this release") from error
             except DamagedError as error:
                 hint = f"{error}: give a URL that is the same place for all workers and the coordinator"
                 raise UserError(FIELD, checkpoint.url, hint) from error
@@ -250,7 +256,7 @@ def _verify(files: Folder, checkpoint: CheckpointCommitted) -> None:
     folder = checkpoint_folder(checkpoint.version)
     for stage in checkpoint.stages:
         if not stage.files:
-            raise DamagedError(f"{folder}: no file of stage {stage.stage} was told of")
+            raise MistoldError(f"{folder}: no file of stage {stage.stage} was told of")
     listed = [file for stage in checkpoint.stages for file in stage.files]
     for file in listed:
         path = f"{folder}/{_checked(_NAME, file.name)}"
@@ -275,15 +281,15 @@ def _verify_names(opened: BinaryIO, file: CheckpointFile, folder: str) -> None:
     """Tensors are found by the names that the file's writer told: those must be the names inside.
 
     Raises:
-        DamagedError: they are others, or the file is no safetensors file.
+        MistoldError: they are others, or the file is no safetensors file.
     """
     try:
         inside = _names_inside(opened, file)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
-        raise DamagedError(f"{folder}/{file.name} is no safetensors file: {error}") from error
+        raise MistoldError(f"{folder}/{file.name} is no safetensors file: {error}") from error
     if inside != set(file.tensors):
         other = min(inside.symmetric_difference(file.tensors))
-        raise DamagedError(
+        raise MistoldError(
             f"{folder}/{file.name} holds other tensors than its writer told, {other[:128]!r} for one"
         )
 

@@ -240,6 +240,7 @@ class WorkerDriver:
 
     def _forget_job(self) -> None:
         self._cancel_build()
+        self._metrics.step_abandoned()
         self._desk.forget()
         self._builder.forget()
         self._copies.forget()
