@@ -19,11 +19,11 @@ from skein.protocol.log.records import (
     RolledBack,
 )
 from skein.protocol.messages.directives import StepRecord
-from skein.sim.compute.diverging import Diverging
 from skein.sim.scenario import make_world
 from skein.sim.shapes import shape_of
 from skein.sim.world import World
 from skein.types import JobId, JobState
+from tests.support.diverging import Diverging
 from tests.support.extent import part
 from tests.support.jobs import small_job
 from tests.support.worlds import Run, finish, fleet_of, of_kind, run_until, version_of
