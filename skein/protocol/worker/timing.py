@@ -6,7 +6,6 @@ Rules of this file
 """
 
 from collections import deque
-from collections.abc import Iterable
 from statistics import median, quantiles
 
 from skein.plan.ops import Cost, OpKind
@@ -24,7 +23,14 @@ MAX_PEERS = 64
 LEAST_KEPT = 3
 """Measurements of each kind, before it is told: the first op of a kind, and the first tensor to a peer, take longer."""
 
-_Kind = tuple[ChunkRef, OpKind]
+_OF_COST = tuple(
+    tuple(kind for kind in OpKind if kind.row.cost is cost)
+    for cost in (Cost.FORWARD, Cost.BACKWARD, Cost.LOSS)
+)
+_VISITS = tuple(
+    frozenset(kind for kind in OpKind if kind.row.is_last == is_last) for is_last in (True, False)
+)
+"""Kinds of op that a visit is made of, of the last chunk of a path and of another."""
 
 
 class Timing:
@@ -33,7 +39,7 @@ class Timing:
     def __init__(self, worker: WorkerId) -> None:
         self._me = worker
         self._has_news = False
-        self._ops: dict[_Kind, deque[float]] = {}
+        self._ops: dict[ChunkRef, dict[OpKind, deque[float]]] = {}
         self._transfers: dict[WorkerId, deque[tuple[int, float]]] = {}
 
     def clear(self) -> None:
@@ -47,7 +53,7 @@ class Timing:
         if not isinstance(op, ComputeOp) or not op.phase.trains:
             return
         self._has_news = True
-        self._ops.setdefault((op.chunk, op.kind), deque(maxlen=NUM_KEPT)).append(seconds)
+        self._ops.setdefault(op.chunk, {}).setdefault(op.kind, deque(maxlen=NUM_KEPT)).append(seconds)
 
     def tensor_taken(self, to: WorkerId, header: TensorHeader, num_bytes: int, seconds: float) -> None:
         """A peer has accepted a tensor, so long after it was offered."""
@@ -57,11 +63,13 @@ class Timing:
 
     def report(self, generation: Generation) -> TimesMeasured | None:
         """All that was measured often enough; None if that is nothing, or nothing new since the last report."""
-        chunks = sorted({chunk for chunk, _ in self._ops if self._is_known(chunk)})
+        if not self._has_news:
+            return None
+        chunks = sorted(chunk for chunk in self._ops if self._is_known(chunk))
         peers = sorted(peer for peer, taken in self._transfers.items() if len(taken) >= LEAST_KEPT)[
             :MAX_PEERS
         ]
-        if not self._has_news or not (chunks or peers):
+        if not (chunks or peers):
             return None
         self._has_news = False
         return TimesMeasured(
@@ -72,32 +80,31 @@ class Timing:
 
     def _is_known(self, chunk: ChunkRef) -> bool:
         """Whether all that a visit is made of was measured."""
-        known = {kind for (at, kind), kept in self._ops.items() if at == chunk and len(kept) >= LEAST_KEPT}
-        return any(known >= {x for x in OpKind if x.row.is_last == is_last} for is_last in (True, False))
+        known = {kind for kind, kept in self._ops[chunk].items() if len(kept) >= LEAST_KEPT}
+        return any(known >= visit for visit in _VISITS)
 
     def _chunk_time(self, chunk: ChunkRef) -> ChunkTime:
+        kept = self._ops[chunk]
         forward_s, backward_s, loss_s = (
-            sum(median(self._ops.get((chunk, kind), (0.0,))) for kind in OpKind if kind.row.cost is cost)
-            for cost in (Cost.FORWARD, Cost.BACKWARD, Cost.LOSS)
+            sum(median(kept[kind]) for kind in kinds if kind in kept) for kinds in _OF_COST
         )
         return ChunkTime(chunk=chunk, forward_s=forward_s, backward_s=backward_s, loss_s=loss_s)
 
     def _transfer_time(self, peer: WorkerId) -> TransferTime:
         """Lower quartile of the times of the largest tensors: one that waits for others says little of its link."""
         taken = self._transfers[peer]
-        largest = max(num_bytes for num_bytes, _ in taken)
+        largest, _ = max(taken)
         return TransferTime(
             sender=self._me,
             receiver=peer,
             num_bytes=largest,
-            seconds=_lower_quartile(seconds for num_bytes, seconds in taken if num_bytes == largest),
+            seconds=_lower_quartile([seconds for num_bytes, seconds in taken if num_bytes == largest]),
         )
 
 
-def _lower_quartile(values: Iterable[float]) -> float:
+def _lower_quartile(values: list[float]) -> float:
     """
     >>> _lower_quartile([3.0]), _lower_quartile([1.0, 2.0, 3.0, 4.0, 5.0])
     (3.0, 2.0)
     """
-    listed = list(values)
-    return listed[0] if len(listed) == 1 else quantiles(listed, n=4, method="inclusive")[0]
+    return values[0] if len(values) == 1 else quantiles(values, n=4, method="inclusive")[0]

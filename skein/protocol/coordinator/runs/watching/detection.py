@@ -199,7 +199,9 @@ class Stragglers:
         if len(history) < LEAST_HISTORY:
             return 1.0
         middle_s = median(history)
-        mad_s = median(abs(seconds - middle_s) for seconds in history)
+        if visit.measured_s <= middle_s:
+            return 1.0
+        mad_s = median([abs(seconds - middle_s) for seconds in history])
         is_noise = visit.measured_s - middle_s <= _DEVIATIONS * _SIGMA_PER_MAD * mad_s
         return 1.0 if is_noise else visit.measured_s / middle_s
 

@@ -52,15 +52,15 @@ class Measured(RunPart):
     def take(self, worker: WorkerId, report: TimesMeasured, plan: Plan) -> None:
         """A worker of `plan` tells what it measured under it; what is not of it, or cannot be, is ignored."""
         stages = {stage.index: stage for stage in plan.stages}
-        held = {placed.chunk for placed in plan.chunks}
+        held = {placed.chunk for placed in plan.chunks if placed.chunk.worker == worker}
         own = self._chunks.setdefault(worker, {})
-        planned = {time.chunk: time.total_s for time in plan.chunk_times}
+        planned = {time.chunk: time.total_s for time in plan.chunk_times if time.chunk.worker == worker}
         visits: list[Visit] = []
         for time in report.chunks:
             is_possible = all(
                 0 <= seconds < inf for seconds in (time.forward_s, time.backward_s, time.loss_s)
             )
-            if time.chunk in held and time.chunk.worker == worker and is_possible:
+            if time.chunk in held and is_possible:
                 stage = stages[time.chunk.stage]
                 own[stage] = time
                 planned_s = planned.get(time.chunk, 0.0)
