@@ -3,7 +3,7 @@
 import click
 from click.shell_completion import get_completion_class
 
-from client.cli import DONE, root
+from client.cli import root
 
 _SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_SKEIN_COMPLETE"
@@ -12,7 +12,7 @@ _VARIABLE = "_SKEIN_COMPLETE"
 
 @click.command()
 @click.argument("shell", type=click.Choice(_SHELLS))
-def completion(shell: str) -> int:
+def completion(shell: str) -> None:
     """Print what completes `skein` in SHELL. To have it in every session:
 
     \b
@@ -23,4 +23,3 @@ def completion(shell: str) -> int:
     kind = get_completion_class(shell)
     assert kind is not None, "click knows all of these"
     click.echo(kind(root, {}, "skein", _VARIABLE).source())
-    return DONE

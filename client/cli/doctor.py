@@ -22,7 +22,7 @@ import click
 import skein
 from client.api import Client
 from client.cli import DONE, FAILED
-from client.cli.options import connect_client, connection_options, json_option, target
+from client.cli.options import connect_client, remote_command, target
 from client.cli.show import print_json
 from client.connection import DEFAULT_TARGET
 from skein.errors import SkeinError, UserError
@@ -64,7 +64,7 @@ class DoctorFinding:
     cure: str = ""
 
 
-@click.command()
+@remote_command
 @click.option(
     "--state-dir", type=click.Path(path_type=Path), help="Where a coordinator would keep its state."
 )
@@ -74,8 +74,6 @@ class DoctorFinding:
     show_default="the one after its port",
     help="Of the coordinator; tells its clock.",
 )
-@json_option
-@connection_options
 def doctor(*, state_dir: Path | None, metrics_port: int | None, is_json: bool) -> int:
     """Look for what could go wrong here, and with the coordinator if there is one. Exit 1 if something will."""
     findings = []

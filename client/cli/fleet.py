@@ -1,70 +1,56 @@
 """`skein workers`, `links`, `measure` and `drain`."""
 
 import time
+from collections.abc import Iterable
 
 import click
 
 from client.api import Client
-from client.cli import DONE
-from client.cli.options import connect_client, connection_options, json_option
-from client.cli.show import WORKER_COLUMNS, print_json, print_table, worker_row
+from client.cli.options import connect_client, remote_command
+from client.cli.show import WORKER_COLUMNS, print_json, print_listed, worker_row
 from skein.errors import SkeinError
+from skein.topology.fleet import Link
 from skein.units import format_bytes
 from skein.wire.views import WorkerState, WorkerStatus
 
 
-@click.command()
-@json_option
-@connection_options
-def workers(*, is_json: bool) -> int:
+@remote_command
+def workers(*, is_json: bool) -> None:
     """List workers, those lost lately included."""
     with connect_client() as client:
         found = client.workers()
-    if is_json:
-        for worker in found:
-            print_json(worker)
-        return DONE
-    print_table(
-        WORKER_COLUMNS, map(worker_row, found), nothing="no workers yet: skein worker up --join HOST:PORT"
-    )
-    return DONE
+    _print_workers(found, is_json=is_json)
 
 
-@click.command()
-@json_option
-@connection_options
-def links(*, is_json: bool) -> int:
+def _print_workers(found: Iterable[WorkerStatus], *, is_json: bool) -> None:
+    nothing = "no workers yet: skein worker up --join HOST:PORT"
+    print_listed(found, WORKER_COLUMNS, worker_row, nothing=nothing, is_json=is_json)
+
+
+@remote_command
+def links(*, is_json: bool) -> None:
     """List what workers measured between each other; a direction is a line."""
     with connect_client() as client:
         found = client.links()
-    if is_json:
-        for link in found:
-            print_json(link)
-        return DONE
-    rows = (
-        (link.sender, link.receiver, f"{link.latency_s * 1e3:.2f} ms", f"{format_bytes(link.bytes_per_s)}/s")
-        for link in found
+    columns = ("FROM", "TO", "LATENCY", "BANDWIDTH")
+    print_listed(found, columns, _link_row, nothing="no links measured yet", is_json=is_json)
+
+
+def _link_row(link: Link) -> tuple[str, ...]:
+    return (
+        link.sender,
+        link.receiver,
+        f"{link.latency_s * 1e3:.2f} ms",
+        f"{format_bytes(link.bytes_per_s)}/s",
     )
-    print_table(("FROM", "TO", "LATENCY", "BANDWIDTH"), rows, nothing="no links measured yet")
-    return DONE
 
 
-@click.command()
+@remote_command
 @click.argument("worker", default="")
-@json_option
-@connection_options
-def measure(worker: str, *, is_json: bool) -> int:
+def measure(worker: str, *, is_json: bool) -> None:
     """Have WORKER, or every worker, measure its device again, half a second each; shows what they found."""
     with connect_client() as client:
-        found = _measured(client, worker)
-    if is_json:
-        for status in found:
-            print_json(status)
-    else:
-        print_table(
-            WORKER_COLUMNS, map(worker_row, found), nothing="no workers yet: skein worker up --join HOST:PORT"
-        )
-    return DONE
+        _print_workers(_measured(client, worker), is_json=is_json)
 
 
 def _measured(client: Client, worker: str) -> list[WorkerStatus]:
@@ -89,16 +75,10 @@ def _measured(client: Client, worker: str) -> list[WorkerStatus]:
 _MEASURE_S, _LOOK_S = 30.0, 0.2
 
 
-@click.command()
+@remote_command
 @click.argument("worker")
-@json_option
-@connection_options
-def drain(worker: str, *, is_json: bool) -> int:
+def drain(worker: str, *, is_json: bool) -> None:
     """Take work away from WORKER, step by step, and let it exit."""
     with connect_client() as client:
         found = client.drain(worker)
-    if is_json:
-        print_json(found)
-    else:
-        click.echo(f"{found.worker} {found.state}")
-    return DONE
+    print_json(found) if is_json else click.echo(f"{found.worker} {found.state}")

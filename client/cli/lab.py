@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
 
 import click
 
-from client.cli import DONE
 from client.cli.options import COORDINATOR_VARIABLE, TOKEN_VARIABLE, json_option
 from client.cli.show import print_json, print_table
 from client.lab.control import Ask, Cut, Heal, LabStatus, LinkStatus, NoLab, Request, Slow, ask
@@ -18,8 +16,6 @@ from client.lab.state import LabFolder, Mode, default_folder
 from skein.errors import UserError
 from skein.units import format_bytes, parse_seconds
 from skein.wire.process.options import data_root_option
-
-Command = TypeVar("Command", bound=Callable[..., int])
 
 _directory_option = click.option(
     "--dir",
@@ -65,7 +61,7 @@ def up(
     data_roots: tuple[Path, ...],
     directory: Path,
     is_json: bool,
-) -> int:
+) -> None:
     """Bring a lab up, in the background: sites, links between them, a coordinator and workers."""
     options = LabOptions(
         preset=preset,
@@ -89,30 +85,26 @@ def up(
     status = ask(folder.path, Ask()).status
     assert status is not None
     if is_json:
-        print_json(status.model_dump())
-    else:
-        _tell_endpoints(status)
-        click.echo(_how_to_go_on(status))
-    return DONE
+        return print_json(status.model_dump())
+    _tell_endpoints(status)
+    click.echo(_how_to_go_on(status))
 
 
 @click.command()
 @_directory_option
 @json_option
-def status(*, directory: Path, is_json: bool) -> int:
+def status(*, directory: Path, is_json: bool) -> None:
     """Show a lab: what runs where, and links that are not as the preset says."""
     found = ask(LabFolder(directory).path, Ask()).status
     assert found is not None
     if is_json:
-        print_json(found.model_dump())
-        return DONE
+        return print_json(found.model_dump())
     click.echo(f"{found.preset} in mode {found.mode} ({found.reason}), seed {found.seed}")
     _tell_endpoints(found)
     changed = [link for link in found.links if link.is_cut or link.is_changed]
     columns = ("FROM", "TO", "LINK", "LATENCY", "JITTER", "BANDWIDTH", "LOSS")
     print_table(columns, map(_link_row, changed), nothing="all links are as the preset says")
     click.echo(_how_to_go_on(found))
-    return DONE
 
 
 @click.command()
@@ -120,9 +112,9 @@ def status(*, directory: Path, is_json: bool) -> int:
 @click.argument("b")
 @_one_way_option
 @_directory_option
-def cut(a: str, b: str, *, is_one_way: bool, directory: Path) -> int:
+def cut(a: str, b: str, *, is_one_way: bool, directory: Path) -> None:
     """Let nothing through between A and B: sites, workers, `coordinator` or `all`."""
-    return _change(directory, Cut(a=a, b=b, is_one_way=is_one_way), "cut")
+    _change(directory, Cut(a=a, b=b, is_one_way=is_one_way), "cut")
 
 
 @click.command()
@@ -144,7 +136,7 @@ def slow(
     loss: float | None,
     is_one_way: bool,
     directory: Path,
-) -> int:
+) -> None:
     """Give links between A and B other properties; those not given stay."""
     if all(value is None for value in (latency, bandwidth, jitter, loss)):
         raise UserError("slow", f"{a} {b}", "give --latency, --bandwidth, --jitter or --loss")
@@ -157,16 +149,16 @@ def slow(
         jitter_s=_parsed("--jitter", jitter, parse_seconds, "'5 ms'"),
         loss=loss,
     )
-    return _change(directory, request, "changed")
+    _change(directory, request, "changed")
 
 
 @click.command()
 @click.argument("a", required=False, default="all")
 @click.argument("b", required=False, default="all")
 @_directory_option
-def heal(a: str, b: str, *, directory: Path) -> int:
+def heal(a: str, b: str, *, directory: Path) -> None:
     """Let links between A and B be as the preset says; without them, all links."""
-    return _change(directory, Heal(a=a, b=b), "healed")
+    _change(directory, Heal(a=a, b=b), "healed")
 
 
 @click.command()
@@ -175,25 +167,23 @@ def heal(a: str, b: str, *, directory: Path) -> int:
 @click.option("--seconds", type=click.FloatRange(1, 600), default=10.0, show_default=True, help="How long.")
 @_directory_option
 @json_option
-def measure(a: str, b: str, *, seconds: float, directory: Path, is_json: bool) -> int:
+def measure(a: str, b: str, *, seconds: float, directory: Path, is_json: bool) -> None:
     """Measure what TCP gets from endpoint A to endpoint B, beside what the link is set to."""
     status = ask(LabFolder(directory).path, Ask()).status
     assert status is not None
     found = measure_direction(status, a, b, seconds=seconds)
     if is_json:
-        print_json(found)
-        return DONE
+        return print_json(found)
     rows = (
         ("round trip", f"{1e3 * found.round_trip_s:.1f} ms", f"{1e3 * found.measured_round_trip_s:.1f} ms"),
         ("bandwidth", _megabits(found.bytes_per_s), _megabits(found.measured_bytes_per_s)),
     )
     print_table((f"{a} TO {b}", "SET", "MEASURED"), rows, nothing="nothing measured")
-    return DONE
 
 
 @click.command()
 @_directory_option
-def down(*, directory: Path) -> int:
+def down(*, directory: Path) -> None:
     """End a lab and remove all of it but logs and state, also after it was killed."""
     folder = LabFolder(directory)
     if not folder.has_remains():
@@ -202,13 +192,11 @@ def down(*, directory: Path) -> int:
     click.echo(
         f"down; logs are in {folder.logs}" + (f"; ended {num_left} left processes" if num_left else "")
     )
-    return DONE
 
 
-def _change(directory: Path, request: Request, done: str) -> int:
+def _change(directory: Path, request: Request, done: str) -> None:
     num_links = ask(LabFolder(directory).path, request).num_links
     click.echo(f"{done}: {num_links} directed links")
-    return DONE
 
 
 def _parsed(field: str, text: str | None, parse: Callable[[str], float], example: str) -> float | None:

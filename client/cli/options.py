@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import click
 
@@ -13,20 +12,17 @@ from skein.errors import UserError
 from skein.units import parse_bytes, parse_seconds
 from skein.wire.credentials import read_token
 
-Command = TypeVar("Command", bound=Callable[..., int])
-
 COORDINATOR_VARIABLE = "SKEIN_COORDINATOR"
 TOKEN_VARIABLE = "SKEIN_TOKEN_FILE"  # noqa: S105 - the name of a variable
-_KEY = "client.cli.options"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """Coordinator to call, and how to be let in."""
 
-    coordinator: str = DEFAULT_TARGET
-    token_file: Path | None = None
-    timeout: str = "10 s"
+    coordinator: str
+    token_file: Path | None
+    timeout: str
 
     def token(self) -> str | None:
         """Token in the token file; None where no file is given.
@@ -37,10 +33,30 @@ class Target:
         return None if self.token_file is None else read_token(self.token_file)
 
 
+class _RemoteCommand(click.Command):
+    """A command that may call a coordinator. The options that say which one become its context's `Target`."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        params = ctx.params
+        ctx.obj = Target(
+            coordinator=params.pop("coordinator"),
+            token_file=params.pop("token_file"),
+            timeout=params.pop("timeout"),
+        )
+        return super().invoke(ctx)
+
+
+def remote_command(function: Callable[..., object]) -> click.Command:
+    """`function` as a command with `--json`, and with the options that `connect_client` uses."""
+    command = json_option(click.command(cls=_RemoteCommand)(function))
+    command.params += _CONNECTION
+    return command
+
+
 def target() -> Target:
     """The coordinator that the running command's options describe."""
-    found = click.get_current_context().meta.setdefault(_KEY, Target())
-    assert isinstance(found, Target)
+    found = click.get_current_context().find_object(Target)
+    assert found is not None
     return found
 
 
@@ -58,47 +74,25 @@ def connect_client() -> Client:
     return Client(given.coordinator, token=given.token(), timeout_s=timeout_s)
 
 
-def connection_options(command: Command) -> Command:
-    """Adds `--coordinator`, `--token-file` and `--timeout`, which `connect_client` uses."""
-    for option in (
-        click.option(
-            "--timeout",
-            default="10 s",
-            show_default=True,
-            expose_value=False,
-            callback=_keep,
-            help="For one try of one call.",
-        ),
-        click.option(
-            "--token-file",
-            type=click.Path(path_type=Path),
-            envvar=TOKEN_VARIABLE,
-            show_envvar=True,
-            expose_value=False,
-            callback=_keep,
-            help="Holds the coordinator's token.",
-        ),
-        click.option(
-            "--coordinator",
-            metavar="HOST:PORT[,...]",
-            default=DEFAULT_TARGET,
-            show_default=True,
-            envvar=COORDINATOR_VARIABLE,
-            show_envvar=True,
-            expose_value=False,
-            callback=_keep,
-            help="Which coordinator to ask, or it and its standbys.",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def _keep(_context: click.Context, parameter: click.Parameter, value: object) -> None:
-    assert parameter.name is not None
-    setattr(target(), parameter.name, value)
-
-
+_CONNECTION = (
+    click.Option(
+        ["--coordinator"],
+        metavar="HOST:PORT[,...]",
+        default=DEFAULT_TARGET,
+        show_default=True,
+        envvar=COORDINATOR_VARIABLE,
+        show_envvar=True,
+        help="Which coordinator to ask, or it and its standbys.",
+    ),
+    click.Option(
+        ["--token-file"],
+        type=click.Path(path_type=Path),
+        envvar=TOKEN_VARIABLE,
+        show_envvar=True,
+        help="Holds the coordinator's token.",
+    ),
+    click.Option(["--timeout"], default="10 s", show_default=True, help="For one try of one call."),
+)
 json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON, one object per line.")
 overrides_option = click.option(
     "--set",

@@ -4,9 +4,9 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 import click
 
@@ -34,6 +34,8 @@ from skein.wire.views import (
     WorkerStatus,
 )
 
+T = TypeVar("T")
+
 _WORD_OF_EVENT = {
     StateChanged: "state_changed",
     EpochsCounted: "epochs_counted",
@@ -53,7 +55,8 @@ _NONE = "-"
 
 
 def plain(value: object) -> object:
-    """`value` in what JSON has: dataclasses become objects with their fields; what is not finite becomes null.
+    """`value` in what JSON has: dataclasses become objects with their fields, a job's specification included as one;
+    what is not finite becomes null.
 
     >>> plain({"a": (1, math.nan)})
     {'a': [1, None]}
@@ -63,6 +66,18 @@ def plain(value: object) -> object:
             return value.value
         case float() if not math.isfinite(value):
             return None
+        case JobStatus():
+            return _fields(value) | {"spec": json.loads(value.spec)}
+        case JobEvent():
+            # Its kind goes before the kind's own fields.
+            word = _WORD_OF_EVENT[type(value.body)]
+            head = {
+                "sequence": value.sequence,
+                "line_number": value.line,
+                "wall_s": value.wall_s,
+                "event": word,
+            }
+            return head | _fields(value.body)
         case None | bool() | int() | float() | str():
             return value
         case Mapping():
@@ -70,34 +85,34 @@ def plain(value: object) -> object:
         case Iterable():
             return [plain(entry) for entry in value]
         case _ if dataclasses.is_dataclass(value):
-            return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            return _fields(value)
         case _:
             return str(value)
 
 
-def status_object(status: JobStatus) -> object:
-    """A job's status as an object, its specification included as one."""
-    found = plain(status)
-    assert isinstance(found, dict)
-    return found | {"spec": json.loads(status.spec)}
-
-
-def event_object(event: JobEvent) -> object:
-    """An event as an object: `event` says which kind, and the kind's fields follow."""
-    body = plain(event.body)
-    assert isinstance(body, dict)
-    head = {
-        "sequence": event.sequence,
-        "line_number": event.line,
-        "wall_s": event.wall_s,
-        "event": _WORD_OF_EVENT[type(event.body)],
-    }
-    return head | body
+def _fields(value: object) -> dict[str, object]:
+    assert dataclasses.is_dataclass(value)
+    return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 
 def print_json(value: object) -> None:
     """Print `value` in one line on standard output."""
     click.echo(json.dumps(plain(value)))
+
+
+def print_listed(
+    found: Iterable[T],
+    columns: Sequence[str],
+    row: Callable[[T], Sequence[str]],
+    *,
+    nothing: str,
+    is_json: bool,
+) -> None:
+    """Print each value as JSON in a line of its own, or all as a table."""
+    if not is_json:
+        return print_table(columns, map(row, found), nothing=nothing)
+    for value in found:
+        print_json(value)
 
 
 # --- text ---

@@ -5,8 +5,8 @@ import time
 import click
 
 from client.cli import DONE, FAILED
-from client.cli.options import connect_client, connection_options, json_option
-from client.cli.show import print_json, print_table
+from client.cli.options import connect_client, remote_command
+from client.cli.show import print_listed
 from skein.types import Condition
 from skein.units import format_bytes
 from skein.wire.views import CheckpointView
@@ -15,27 +15,18 @@ COLUMNS = ("VERSION", "WRITTEN", "FILES", "SIZE", "CONDITION", "WHERE", "REASON"
 _NONE = "-"
 
 
-@click.command()
+@remote_command
 @click.argument("job")
-@json_option
-@connection_options
-def listed(job: str, *, is_json: bool) -> int:
+def listed(job: str, *, is_json: bool) -> None:
     """List the checkpoints of JOB that are kept, oldest first. Nothing is read: damage shows once it was found."""
     with connect_client() as client:
         found = client.checkpoints(job)
-    if is_json:
-        for view in found:
-            print_json(view)
-        return DONE
-    print_table(COLUMNS, map(_row, found), nothing=f"{job} has no checkpoint yet")
-    return DONE
+    print_listed(found, COLUMNS, _row, nothing=f"{job} has no checkpoint yet", is_json=is_json)
 
 
-@click.command()
+@remote_command
 @click.argument("job")
 @click.option("--version", type=click.IntRange(min=1), help="Read this one only. Default: all that are kept.")
-@json_option
-@connection_options
 def verify(job: str, *, version: int | None, is_json: bool) -> int:
     """Have the coordinator read the checkpoints of JOB and compare hashes; exit 1 unless all are whole.
 
@@ -45,11 +36,7 @@ def verify(job: str, *, version: int | None, is_json: bool) -> int:
     with connect_client() as client:
         wanted = [view.version for view in client.checkpoints(job)] if version is None else [version]
         found = [client.verify(job, each) for each in wanted]
-    if is_json:
-        for view in found:
-            print_json(view)
-    else:
-        print_table(COLUMNS, map(_row, found), nothing=f"{job} has no checkpoint yet")
+    print_listed(found, COLUMNS, _row, nothing=f"{job} has no checkpoint yet", is_json=is_json)
     return DONE if all(view.condition is Condition.WHOLE for view in found) else FAILED
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from client.api import Job
 from client.cli import DONE, INTERRUPTED
-from client.cli.options import connect_client, connection_options, json_option
+from client.cli.options import connect_client, remote_command
 from client.cli.show import job_lines, print_json
 from client.curves.files import write_csv, write_history, write_tensorboard
 from client.curves.plot import plot
@@ -26,7 +26,7 @@ _HEIGHT = 12
 _WIDTH = 100
 
 
-@click.command()
+@remote_command
 @click.argument("job")
 @click.option("--csv", "csv_file", metavar="FILE", help="Write a row for each step, - to standard output.")
 @click.option(
@@ -41,11 +41,9 @@ _WIDTH = 100
     metavar="DIR",
     help="Write what wandb's Run.log takes, as JSON lines; docs/operations.md says how to replay it.",
 )
-@json_option
-@connection_options
 def curve(
     job: str, *, csv_file: str | None, tensorboard: Path | None, wandb: Path | None, is_json: bool
-) -> int:
+) -> None:
     """Draw the losses of JOB, or write its curves to files: losses, gradient norm, learning rate, tokens. Steps that it
     went back from are left out.
     """
@@ -69,7 +67,6 @@ def curve(
             print_json(point)
     elif csv_file is None and tensorboard is None and wandb is None:
         click.echo("\n".join(drawn(points, Console())))
-    return DONE
 
 
 def drawn(points: tuple[Point, ...], console: Console) -> list[str]:

@@ -9,8 +9,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from client.cli import DONE
-from client.cli.options import connect_client, connection_options, json_option, overrides_option, size
+from client.cli.options import connect_client, json_option, overrides_option, remote_command, size
 from client.cli.show import count, print_json
 from client.documents import end_of_documents
 from client.exporting.export import Dtype, require_unused
@@ -48,24 +47,19 @@ def _length(job: JobSpec) -> str:
 @click.argument("file", type=click.Path(path_type=Path))
 @overrides_option
 @json_option
-def check(file: Path, *, overrides: tuple[str, ...], is_json: bool) -> int:
+def check(file: Path, *, overrides: tuple[str, ...], is_json: bool) -> None:
     """Say what is wrong with the job in FILE, or what it would do."""
     job = read_job(file, overrides=overrides)
-    if is_json:
-        print_json(job.model_dump(mode="json"))
-    else:
-        click.echo(outline(job))
-    return DONE
+    print_json(job.model_dump(mode="json")) if is_json else click.echo(outline(job))
 
 
 @click.command()
-def schema() -> int:
+def schema() -> None:
     """Print the JSON Schema of job files, with every field's meaning, default and limits."""
     click.echo(json.dumps(job_schema(), indent=2))
-    return DONE
 
 
-@click.command()
+@remote_command
 @click.argument("job")
 @click.option("--to", "out", type=click.Path(path_type=Path), required=True, help="A new or empty folder.")
 @click.option(
@@ -79,11 +73,9 @@ def schema() -> int:
     help="Of the weights; bf16 takes half the room.",
 )
 @click.option("--max-shard-bytes", default="5 GB", show_default=True, help="Size of the weight files.")
-@json_option
-@connection_options
 def export(
     job: str, *, out: Path, version: int | None, dtype: str, max_shard_bytes: str, is_json: bool
-) -> int:
+) -> None:
     """Write the weights of JOB's newest checkpoint as a Hugging Face directory, which transformers opens, with the
     tokenizer's files and a model card.
     """
@@ -110,10 +102,8 @@ def export(
             on_bytes=lambda num_bytes, total: bar.update(download, completed=num_bytes, total=total),
         )
     if is_json:
-        print_json(done)
-    else:
-        click.echo(str(done.out))
-        click.echo(f"{done.job} after {done.version} steps, {len(done.files)} files", err=True)
-        for line in done.lacking:
-            click.echo(f"warning: {line}", err=True)
-    return DONE
+        return print_json(done)
+    click.echo(str(done.out))
+    click.echo(f"{done.job} after {done.version} steps, {len(done.files)} files", err=True)
+    for line in done.lacking:
+        click.echo(f"warning: {line}", err=True)

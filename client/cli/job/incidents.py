@@ -5,8 +5,7 @@ from collections.abc import Iterable
 
 import click
 
-from client.cli import DONE
-from client.cli.options import connect_client, connection_options, json_option
+from client.cli.options import connect_client, remote_command
 from client.cli.show import print_json, print_table, seconds_text
 from skein.protocol.log.incident import Totals, ranges, short, total
 from skein.protocol.log.records import Incident
@@ -31,7 +30,7 @@ COLUMNS = (
 _NONE = "-"
 
 
-@click.command()
+@remote_command
 @click.argument("job")
 @click.option(
     "--limit",
@@ -41,9 +40,7 @@ _NONE = "-"
     metavar="N",
     help="List the newest N; the totals are of all.",
 )
-@json_option
-@connection_options
-def incidents(job: str, *, limit: int, is_json: bool) -> int:
+def incidents(job: str, *, limit: int, is_json: bool) -> None:
     """List the failures that JOB has lived through, oldest first, and what they cost together.
 
     Columns: SILENT: from the last sign of life to the notice; FENCE and TOOK: from there until all had acknowledged,
@@ -54,13 +51,11 @@ def incidents(job: str, *, limit: int, is_json: bool) -> int:
         found = client.incidents(job)
     shown = found[len(found) - min(limit, len(found)) :]
     if is_json:
-        print_json({"job": job, "incidents": shown, "totals": total(found)})
-        return DONE
+        return print_json({"job": job, "incidents": shown, "totals": total(found)})
     if shown:
         print_table(COLUMNS, map(_row, shown), nothing="")
         click.echo()
     click.echo("\n".join(_total_lines(total(found), len(shown))) if found else f"no incidents in {job}")
-    return DONE
 
 
 def _row(incident: Incident) -> tuple[str, ...]:

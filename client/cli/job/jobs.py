@@ -13,16 +13,15 @@ from client.cli import DONE, FAILED, INTERRUPTED
 from client.cli.job.curve import watch
 from client.cli.job.files import outline
 from client.cli.job.follow import follow_events, view_for
-from client.cli.options import connect_client, connection_options, json_option, overrides_option
+from client.cli.options import connect_client, overrides_option, remote_command
 from client.cli.show import (
     JOB_COLUMNS,
     TIME_COLUMNS,
-    event_object,
     job_lines,
     job_row,
     print_json,
+    print_listed,
     print_table,
-    status_object,
     time_rows,
 )
 from client.estimating import Expected, expected
@@ -43,7 +42,7 @@ wait_option = click.option(
 )
 
 
-@click.command()
+@remote_command
 @click.argument("file", type=click.Path(path_type=Path))
 @wait_option
 @overrides_option
@@ -56,8 +55,6 @@ wait_option = click.option(
     help="Begin with the parameters of that job's newest good checkpoint, or of that version's.",
 )
 @click.option("--dry-run", "is_dry", is_flag=True, help="Check the file and stop.")
-@json_option
-@connection_options
 def submit(
     file: Path,
     *,
@@ -130,7 +127,7 @@ def wait_for(job: Job, *, total_steps: int, is_json: bool, told: Sequence[JobEve
                 None if is_json else view_for(console),
                 total_steps=total_steps,
                 told=told,
-                on_event=_print_event if is_json else None,
+                on_event=print_json if is_json else None,
             )
     except KeyboardInterrupt:
         click.echo(f"detached; the job goes on: skein logs -f {job.id}", err=True)
@@ -141,32 +138,19 @@ def wait_for(job: Job, *, total_steps: int, is_json: bool, told: Sequence[JobEve
     return DONE if end is not None and end.state is JobState.FINISHED else FAILED
 
 
-def _print_event(event: JobEvent) -> None:
-    print_json(event_object(event))
-
-
-@click.command()
-@json_option
-@connection_options
-def jobs(*, is_json: bool) -> int:
+@remote_command
+def jobs(*, is_json: bool) -> None:
     """List all jobs, oldest first."""
     with connect_client() as client:
         found = client.jobs()
-    if is_json:
-        for status in found:
-            print_json(status_object(status))
-        return DONE
-    print_table(JOB_COLUMNS, map(job_row, found), nothing="no jobs yet: skein submit FILE")
-    return DONE
+    print_listed(found, JOB_COLUMNS, job_row, nothing="no jobs yet: skein submit FILE", is_json=is_json)
 
 
-@click.command()
+@remote_command
 @click.argument("job")
 @click.option(
     "--watch", "is_watching", is_flag=True, help="Show it anew, with its curve, until the job ends."
 )
-@json_option
-@connection_options
 def status(job: str, *, is_watching: bool, is_json: bool) -> int:
     """Show how far JOB is, and what its plan takes ops, transfers and steps for beside what they take."""
     if is_watching and is_json:
@@ -178,7 +162,7 @@ def status(job: str, *, is_watching: bool, is_json: bool) -> int:
             return watch(client.job(job), Console())
         found = client.job(job).status()
     if is_json:
-        print_json(status_object(found))
+        print_json(found)
     else:
         click.echo("\n".join(job_lines(found)))
         if found.chunk_times:

@@ -11,8 +11,8 @@ import click
 from client.api import Job
 from client.cli import DONE, INTERRUPTED
 from client.cli.job.follow import LINE_S
-from client.cli.options import connect_client, connection_options, json_option
-from client.cli.show import event_object, print_json, timed
+from client.cli.options import connect_client, remote_command
+from client.cli.show import print_json, timed
 from skein.errors import UserError
 from skein.units import parse_seconds
 from skein.wire.views import JobEvent, StepFinished
@@ -21,15 +21,13 @@ _HOURS = re.compile(r"(\d+(?:\.\d+)?)\s*(h|d)")
 _S_BY_UNIT = {"h": 3600.0, "d": 86_400.0}
 
 
-@click.command()
+@remote_command
 @click.argument("job")
 @click.option("-f", "--follow", "is_following", is_flag=True, help="Go on until the job ends.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="The newest N events only.")
 @click.option(
     "--since", metavar="WHEN", help="Events since then only: 10min, 2h ago, 13:30, or a date and time."
 )
-@json_option
-@connection_options
 def logs(job: str, *, is_following: bool, tail: int | None, since: str | None, is_json: bool) -> int:
     """Tell what happened to JOB: states, plans, incidents, evaluations, checkpoints, lines of workers, and steps now
     and then. Jobs that have ended keep theirs, the newest lines first of all.
@@ -40,7 +38,7 @@ def logs(job: str, *, is_following: bool, tail: int | None, since: str | None, i
             for event in _told(
                 client.job(job), begin_s=begin_s, tail=tail, is_following=is_following, is_whole=is_json
             ):
-                print_json(event_object(event)) if is_json else click.echo(timed(event))
+                print_json(event) if is_json else click.echo(timed(event))
                 sys.stdout.flush()
         except KeyboardInterrupt:
             return INTERRUPTED

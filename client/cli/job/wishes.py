@@ -8,8 +8,8 @@ import click
 from client.api import Job
 from client.cli import DONE, INTERRUPTED
 from client.cli.job.jobs import wait_for, wait_option
-from client.cli.options import connect_client, connection_options, json_option
-from client.cli.show import print_json, status_object
+from client.cli.options import connect_client, remote_command
+from client.cli.show import print_json
 from skein.types import JobState
 from skein.wire.views import JobStatus
 
@@ -22,15 +22,13 @@ _patient = click.option(
 _reason = click.option("--reason", default="", help="Told to whoever watches.")
 
 
-@click.command()
+@remote_command
 @click.argument("job")
 @_reason
 @click.option(
     "--discard", "discards", is_flag=True, help="End it now, without the steps since its newest checkpoint."
 )
 @_patient
-@json_option
-@connection_options
 def cancel(job: str, *, reason: str, discards: bool, is_patient: bool, is_json: bool) -> int:
     """End JOB once its newest step is saved. It can be exported, and go on: skein resume."""
     with connect_client() as client:
@@ -39,12 +37,10 @@ def cancel(job: str, *, reason: str, discards: bool, is_patient: bool, is_json: 
         return _told(named, found, lambda state: state.is_final, is_patient=is_patient, is_json=is_json)
 
 
-@click.command()
+@remote_command
 @click.argument("job")
 @_reason
 @_patient
-@json_option
-@connection_options
 def pause(job: str, *, reason: str, is_patient: bool, is_json: bool) -> int:
     """Save JOB's newest step and free its workers, for other jobs or for nothing, until skein resume."""
     with connect_client() as client:
@@ -57,7 +53,7 @@ def pause(job: str, *, reason: str, is_patient: bool, is_json: bool) -> int:
         return _told(named, found, is_at_rest, is_patient=is_patient, is_json=is_json)
 
 
-@click.command()
+@remote_command
 @click.argument("job")
 @click.option(
     "--steps",
@@ -65,8 +61,6 @@ def pause(job: str, *, reason: str, is_patient: bool, is_json: bool) -> int:
     help="Its budget from here on, counted from its beginning. Default: as before.",
 )
 @wait_option
-@json_option
-@connection_options
 def resume(job: str, *, steps: int | None, is_waiting: bool, is_json: bool) -> int:
     """Have JOB go on where it was saved, if it was paused, cancelled or has failed; or, with more --steps, finished."""
     with connect_client() as client:
@@ -95,8 +89,6 @@ def _told(
 
 
 def _shown(found: JobStatus, *, is_json: bool) -> int:
-    if is_json:
-        print_json(status_object(found))
-    else:
-        click.echo(f"{found.job} {found.state}" + (f": {found.reason}" if found.reason else ""))
+    text = f"{found.job} {found.state}" + (f": {found.reason}" if found.reason else "")
+    print_json(found) if is_json else click.echo(text)
     return DONE
