@@ -26,7 +26,7 @@ class Cluster(LocalFleet):
 
     def __init__(self, directory: Path, *, threads_per_worker: int = 1) -> None:
         super().__init__(directory, num_workers=1, data_roots=[ANY_ROOT], checkpoint_root=ANY_ROOT, port=0)
-        self._environment |= {"OMP_NUM_THREADS": str(threads_per_worker)}
+        self._environment = {**self._environment, "OMP_NUM_THREADS": str(threads_per_worker)}
         self._coordinator: subprocess.Popen[bytes] | None = None
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
 

@@ -5,9 +5,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -25,38 +24,78 @@ READY_S = 120.0
 """Ray's first start on a slow disk takes most of a minute."""
 _STOP_S = 15.0
 _TICK_S = 0.2
-_TAIL_LINES = 5
 
 
 class NotStarted(SkeinError):
     """A service ended, or did not begin to answer; what its log says last is in the text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalService:
-    """A running program and its log."""
+def last_words(log: Path, *, num_lines: int = 5) -> str:
+    """The end of a log in one line, and where the rest is."""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"{' / '.join(lines[-num_lines:]) or 'it said nothing'} (all of it in {log})"
 
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
+
+def check_runs(name: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Returns if the process runs.
+
+    Raises:
+        NotStarted: it has ended.
+    """
+    if process.poll() is not None:
+        raise NotStarted(f"{name} ended (exit code {process.returncode}): {last_words(log)}")
+
+
+class Services:
+    """Programs in process groups of their own, the coordinator first; they end with this process, however it ends.
+
+    Args:
+        logs: folder of a file for each with what it prints.
+        environment: of all.
+    """
+
+    def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
+        self.logs = logs
+        self._environment = environment
+        self.started: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+    def log(self, name: str) -> Path:
+        """File with what a service prints."""
+        return self.logs / f"{name}.log"
+
+    def run(self, name: str, module: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Starts a program as one of the services."""
+        process = start_tethered(module, arguments, log=self.log(name), environment=self._environment)
+        self.started.append((name, process))
+        return process
+
+    def process_of(self, name: str) -> int | None:
+        """The process id of a service that runs."""
+        pids = (process.pid for each, process in self.started if each == name and process.poll() is None)
+        return next(pids, None)
 
     def check(self) -> None:
-        """Returns if it runs.
+        """Returns if everything still runs.
 
         Raises:
-            NotStarted: it has ended.
+            NotStarted: something has ended.
         """
-        if self.process.poll() is not None:
-            raise NotStarted(f"{self.name} ended (exit code {self.process.returncode}): {self.last_words()}")
+        for name, process in self.started:
+            check_runs(name, process, self.log(name))
 
-    def last_words(self) -> str:
-        """The end of its log in one line, and where the rest is."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return f"{' / '.join(lines[-_TAIL_LINES:]) or 'it said nothing'} (all of it in {self.log})"
+    def ask_to_end(self, seconds: float) -> None:
+        """Asks workers, then the coordinator, to end, so that they can say goodbye, and waits so long for either."""
+        processes = [process for _, process in self.started]
+        for group in (processes[1:], processes[:1]):
+            _signal(group, signal.SIGTERM)
+            until = time.monotonic() + seconds
+            for process in group:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, until - time.monotonic()))
 
 
-class LocalFleet:
-    """Starts services in process groups of their own and ends them all when it is left, also if this process dies.
+class LocalFleet(Services):
+    """A coordinator and workers that all end when it is left.
 
     Args:
         directory: for their logs and the coordinator's state.
@@ -75,11 +114,10 @@ class LocalFleet:
         checkpoint_root: Path | None = None,
         port: int = USUAL_PORT,
     ) -> None:
+        super().__init__(directory / "logs", service_environment(num_workers))
         self.directory = directory
         self.num_workers = num_workers
         self.port, self.metrics_port = free_port(port), free_port(port and port + 1)
-        self.services: list[LocalService] = []
-        self._environment = service_environment(num_workers)
         self._checkpoints = ["--checkpoint-root", str(checkpoint_root or directory / "checkpoints")]
         self._data = [part for root in data_roots for part in ("--data-root", str(root))]
 
@@ -97,15 +135,6 @@ class LocalFleet:
     def state(self) -> Path:
         """The coordinator's state directory: run log and checkpoints."""
         return self.directory / "state"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the services' logs."""
-        return self.directory / "logs"
-
-    def log(self, name: str) -> Path:
-        """File with what a service prints."""
-        return self.logs / f"{name}.log"
 
     def __enter__(self) -> Self:
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -137,35 +166,14 @@ class LocalFleet:
         options = ["--join", self.target, "--name", name, "--listen", HOST, *self._checkpoints, *self._data]
         self.run(name, "worker", options)
 
-    def run(self, name: str, module: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Starts a program as one of the services."""
-        log = self.log(name)
-        process = start_tethered(module, arguments, log=log, environment=self._environment)
-        self.services.append(LocalService(name=name, process=process, log=log))
-        return process
-
-    def check(self) -> None:
-        """Returns if everything still runs.
-
-        Raises:
-            NotStarted: something has ended.
-        """
-        for service in self.services:
-            service.check()
-
     def stop(self) -> None:
-        """Ends everything: workers first, so that they can say goodbye; whoever takes long is killed."""
-        for services in (self.services[1:], self.services[:1]):
-            for service in services:
-                _signal(service, signal.SIGTERM)
-            until = time.monotonic() + _STOP_S
-            for service in services:
-                with suppress(subprocess.TimeoutExpired):
-                    service.process.wait(max(0.0, until - time.monotonic()))
-        for service in self.services:
-            _signal(service, signal.SIGKILL)
-            service.process.wait()
-        self.services = []
+        """Ends everything; whoever takes long is killed."""
+        self.ask_to_end(_STOP_S)
+        processes = [process for _, process in self.started]
+        _signal(processes, signal.SIGKILL)
+        for process in processes:
+            process.wait()
+        self.started = []
 
     def _wait(self, is_ready: Callable[[], bool], problem: str) -> None:
         until = time.monotonic() + READY_S
@@ -212,7 +220,8 @@ def _num_idle(client: Client) -> int:
     return sum(worker.state is WorkerState.IDLE for worker in client.workers())
 
 
-def _signal(service: LocalService, number: signal.Signals) -> None:
-    """To all of its process group, if any of it is left."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(service.process.pid, number)
+def _signal(processes: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    """To all of their process groups, if any of them is left."""
+    for process in processes:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)

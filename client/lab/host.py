@@ -38,9 +38,9 @@ from client.lab.network.links import LabNetwork
 from client.lab.network.proxies import Proxies
 from client.lab.network.wan import Wan
 from client.lab.preset import accesses, link_specs, pairs_between
-from client.lab.services import METRICS_PORT, Services, programs, write_token
+from client.lab.services import METRICS_PORT, programs, write_token
 from client.lab.state import LabFile, LabFolder, coordinator_of
-from client.local import HOST
+from client.local import HOST, Services, service_environment
 from skein.errors import SkeinError, UserError
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Lab:
             accesses=accesses(lab.preset, lab.endpoints),
             seed=lab.seed,
         )
-        self._services = Services(folder)
+        self._services = Services(folder.logs, service_environment(len(lab.endpoints)))
         self._doors: NamespaceDoors | None = None
         self._carrier: _Carrier | None = None
         self._stopped = asyncio.Event()
@@ -121,11 +121,13 @@ class Lab:
             self._doors = NamespaceDoors(self._folder.namespace(coordinator))
             await self._doors.open(self._lab.door, coordinator.listen, coordinator.port)
             await self._doors.open(self._lab.metrics_door, HOST, METRICS_PORT)
-        self._services.start(programs(self._folder, self._lab))
+        for program in programs(self._folder, self._lab):
+            process = self._services.run(program.name, program.module, program.arguments)
+            self._folder.note_process(process.pid)
 
     async def _take_down(self) -> None:
         _log.info("going down")
-        await asyncio.to_thread(self._services.stop, _STOP_S)
+        await asyncio.to_thread(self._services.ask_to_end, _STOP_S)
         _log.info("services have ended, or were given %.0f s each", _STOP_S)
         if self._doors is not None:
             await self._doors.close()

@@ -2,17 +2,14 @@
 
 import os
 import secrets
-import signal
-import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from client.lab.preset import COORDINATOR, Endpoint
 from client.lab.state import LabFile, LabFolder, coordinator_of
-from client.local import HOST, service_environment
+from client.local import HOST
 from skein.wire.channel import join_address, split_address
-from skein.wire.process.tether import start_tethered
 
 METRICS_PORT = 7412
 """Port of the coordinator's metrics, on its own loopback."""
@@ -78,42 +75,3 @@ def write_token(path: Path) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(secrets.token_hex(32) + "\n")
-
-
-class Services:
-    """The processes of a lab, from `start` to `stop`; they end with this process, too, however it ends."""
-
-    def __init__(self, folder: LabFolder) -> None:
-        self._folder = folder
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, planned: tuple[ServiceProgram, ...]) -> None:
-        """Start all; workers dial until the coordinator answers."""
-        environment = service_environment(len(planned))
-        for program in planned:
-            process = start_tethered(
-                program.module, program.arguments, log=self.log(program.name), environment=environment
-            )
-            self._processes[program.name] = process
-            self._folder.note_process(process.pid)
-
-    def log(self, name: str) -> Path:
-        """File with what the service prints."""
-        return self._folder.logs / f"{name}.log"
-
-    def process_of(self, name: str) -> int | None:
-        """The process id of a service that runs."""
-        process = self._processes.get(name)
-        return process.pid if process is not None and process.poll() is None else None
-
-    def stop(self, seconds: float) -> None:
-        """Ask workers, then the coordinator, to end, and wait so long for each; what remains is not for us to kill."""
-        groups = [name for name in self._processes if name != COORDINATOR], [COORDINATOR]
-        for names in groups:
-            stopping = [self._processes[name] for name in names if name in self._processes]
-            for process in stopping:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGTERM)
-            for process in stopping:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(seconds)

@@ -21,7 +21,7 @@ from client.lab.control import Ask, LabStatus, NoLab, StopLab, ask
 from client.lab.network import namespaces
 from client.lab.preset import COORDINATOR, Endpoint, lay_out, load_preset
 from client.lab.state import LabFile, LabFolder, Mode, runs
-from client.local import HOST, READY_S, LocalService, NotStarted, free_port
+from client.local import HOST, READY_S, NotStarted, check_runs, free_port, last_words
 from skein.errors import UserError
 from skein.wire.channel import join_address, split_address
 from skein.wire.credentials import read_token
@@ -175,27 +175,22 @@ def _begin(folder: LabFolder) -> LabStatus:
             start_new_session=True,
         )
     folder.note_process(process.pid)
-    service = LocalService(name="the lab", process=process, log=log)
     until_s = time.monotonic() + READY_S
     while True:
         try:
             status = ask(folder.path, Ask()).status
         except NoLab:
-            _check_host(folder, service)
+            try:
+                check_runs("the lab", process, log)
+            except NotStarted:
+                folder.clear()
+                raise
             if time.monotonic() > until_s:
-                raise NotStarted(f"the lab does not answer: {service.last_words()}") from None
+                raise NotStarted(f"the lab does not answer: {last_words(log)}") from None
             time.sleep(_POLL_S)
         else:
             assert status is not None
             return status
-
-
-def _check_host(folder: LabFolder, service: LocalService) -> None:
-    try:
-        service.check()
-    except NotStarted:
-        folder.clear()
-        raise
 
 
 def _check(folder: LabFolder) -> None:
@@ -204,14 +199,8 @@ def _check(folder: LabFolder) -> None:
     assert status is not None
     for endpoint in status.endpoints:
         if endpoint.process is None:
-            raise NotStarted(
-                f"{endpoint.name} has ended: {_last_line(endpoint.log)} (all of it in {endpoint.log})"
-            )
-
-
-def _last_line(log: str | None) -> str:
-    lines = [] if log is None else Path(log).read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
+            assert endpoint.log is not None, "it has services"
+            raise NotStarted(f"{endpoint.name} has ended: {last_words(Path(endpoint.log), num_lines=1)}")
 
 
 def _joined(client: Client) -> set[str]:

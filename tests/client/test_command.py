@@ -150,10 +150,10 @@ def test_service_that_ends_early_is_told_with_its_last_words(tmp_path: Path) -> 
             NotStarted, match=r"coordinator ended \(exit code 1\): error: state_dir: .*File exists"
         ) as caught:
             fleet.start(client)
-        process = fleet.services[0].process
+        _, process = fleet.started[0]
     assert str(fleet.logs / "coordinator.log") in str(caught.value)
     assert process.returncode == 1
-    assert fleet.services == []
+    assert fleet.started == []
 
 
 def test_port_that_is_taken_is_not_chosen() -> None:
