@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar, assert_never
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from skein.config.job import JobSpec, read_spec
 from skein.config.rule import Walkers
-from skein.errors import LocalError, RemoteError, SkeinError, UnfitError, UserError
+from skein.errors import SkeinError, UnfitError, UserError
 from skein.plan.load import stage_loads
 from skein.plan.ops import Direction
 from skein.protocol.log.records import num_walkers
@@ -30,9 +30,9 @@ from skein.protocol.messages.directives import (
     CheckpointFile,
     ChunkAssignment,
     Member,
-    Neighbour,
     SourceKind,
 )
+from skein.protocol.worker.keeping.search import StateLook, StatePlace, StateSearch
 from skein.protocol.worker.worker_io import BuildFailed, Built
 from skein.storage.outside import Outside, SilentError, call_moved, require_room
 from skein.storage.places import ANYWHERE, Places
@@ -47,6 +47,7 @@ from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
 from worker.compute.ops import Holding
 from worker.compute.state import saved_names, state_names
+from worker.data.dataset import Dataset
 from worker.data.opening import Datasets
 from worker.executor import Executor, one_line
 from worker.model.weights import load_huggingface, load_parameters
@@ -134,18 +135,8 @@ class _Saved:
         chunk.load_walker(self.tensors, version=self.version, walker=walker, num_walkers=available)
 
 
-class _UnreadError(Exception):
-    """The checkpoint of `version` could not be read; 0: where checkpoints are to lie nothing answers."""
-
-    def __init__(self, version: Step, reason: str) -> None:
-        super().__init__(reason)
-        self.version = version
-
-
-class _DonorFailedError(Exception):
-    def __init__(self, peer: WorkerId, reason: str) -> None:
-        super().__init__(reason)
-        self.peer = peer
+_Found = Chunk | _Saved | Mapping[str, Tensor]
+_Search = StateSearch[_Found]
 
 
 class Builder:
@@ -192,19 +183,11 @@ class Builder:
 
     async def build(self, assign: Assign, members: tuple[Member, ...]) -> Built | BuildFailed:
         """Make the assignment's chunks what is held."""
-        failed = partial(BuildFailed, generation=assign.generation)
+        search = _Search(assign, self._worker, members)
         try:
-            holding = await self._prepare(assign, members)
-        except UnfitError as error:
-            return failed(peer=None, is_fatal=False, reason=one_line(error), is_unfit=True)
-        except UserError as error:
-            return failed(peer=None, is_fatal=True, reason=one_line(error))
-        except _UnreadError as error:
-            return failed(peer=None, is_fatal=False, reason=str(error), unread=error.version)
-        except _DonorFailedError as error:
-            return failed(peer=error.peer, is_fatal=False, reason=str(error))
-        except (LocalError, RemoteError, OSError, MemoryError, RuntimeError) as error:
-            return failed(peer=None, is_fatal=False, reason=one_line(error))
+            holding = await self._prepare(assign, search)
+        except (SkeinError, OSError, MemoryError, RuntimeError) as error:
+            return search.failed(error, one_line(error))
         self.is_installing = True
         try:
             await self._on_torch(partial(self._executor.compute.hold, holding))
@@ -218,16 +201,24 @@ class Builder:
             data_fingerprint="" if dataset is None else dataset.fingerprint,
         )
 
-    async def _prepare(self, assign: Assign, members: tuple[Member, ...]) -> Holding:
+    async def _prepare(self, assign: Assign, search: _Search) -> Holding:
         job = read_spec(assign.job_spec)
         self._admit(job, assign.chunks)
-        if assign.version == 0:
-            await self._check_archive(job)
-        is_origin = bool(assign.origins or assign.evaluation_origins)
-        dataset = await self._datasets.open(job) if is_origin else None
-        saved = await self._saved(assign, job)
+        dataset: Dataset | None = None
+        saved: Mapping[int, _Saved] = {}
+        version = search.checkpoint
+        manifest = None if version is None else await self._files.manifest(assign.job, version)
+        for need in search.needs():
+            match need:
+                case StatePlace.ARCHIVE:
+                    await self._check_archive(job)
+                case StatePlace.DATA:
+                    dataset = await self._datasets.open(job)
+                case _:
+                    assert manifest is not None
+                    saved = await self._saved(assign, job, manifest)
         chunks = {
-            wanted.stage.index: await self._chunk(assign, wanted, job, members, saved)
+            wanted.stage.index: await self._chunk(assign, wanted, job, search, saved)
             for wanted in assign.chunks
         }
         num_walkers = max(1, assign.num_evaluation_paths)
@@ -257,12 +248,7 @@ class Builder:
         """Better now than when there is something to lose."""
         url = job.checkpoint.url
         if url is not None and url != self._checked_url:
-            try:
-                await self._outside.answer(
-                    partial(check_url, url, places=self.places), f"checkpoint.url {url}"
-                )
-            except (SilentError, OSError) as error:
-                raise _UnreadError(Step(0), f"checkpoint.url: {one_line(error)}") from error
+            await self._outside.answer(partial(check_url, url, places=self.places), f"checkpoint.url {url}")
             self._checked_url = url
 
     # --- one chunk ---
@@ -272,42 +258,75 @@ class Builder:
         assign: Assign,
         wanted: ChunkAssignment,
         job: JobSpec,
-        members: tuple[Member, ...],
+        search: _Search,
         saved: Mapping[int, _Saved],
     ) -> Chunk:
-        stage, source = wanted.stage, wanted.source
-        if source.kind is SourceKind.KEEP:
-            held = await self._on_torch(
-                partial(self._executor.compute.chunk_of, assign.job, stage, source.version)
-            )
-            if held is not None:
-                return held
-        chunk = await self._on_torch(
-            partial(Chunk.drawn, job, stage, version=source.version, device=self._device)
-        )
-        match source.kind:
-            case SourceKind.INITIAL:
-                if assign.begins is not None:
-                    await self._begin_from(assign.begins, chunk)
-                elif job.model.begins_from is not None:
-                    begin = partial(load_huggingface, Path(job.model.begins_from), roots=self.places.data)
-                    await self._begun_from(job.model.begins_from, partial(begin, chunk.module))
-                    await self._on_torch(chunk.begin_with_parameters)
-            case SourceKind.CHECKPOINT:
-                await self._on_torch(partial(saved[wanted.walker].load_into, chunk))
-            case SourceKind.KEEP:
-                own = self._own(assign.job, wanted, state_names(job, stage))
-                await self._on_torch(partial(chunk.load_state, own, version=source.version))
-            case SourceKind.PEER:
-                state = await self._given(assign.job, wanted, members, state_names(job, stage))
-                await self._on_torch(partial(chunk.load_state, state, version=source.version))
-                await self._on_torch(chunk.begin_as_newcomer)
-            case SourceKind.NEIGHBOURS:
-                state = await self._averaged(assign.job, job, wanted, members)
-                await self._on_torch(partial(chunk.load_state, state, version=source.version))
-            case _:
-                assert_never(source.kind)
+        source = wanted.source
+        draw = partial(Chunk.drawn, job, wanted.stage, version=source.version, device=self._device)
+        # Before anything is found: what a copy that follows gives is good only till its next step.
+        drawn = None if source.kind is SourceKind.KEEP else await self._on_torch(draw)
+        for look in search.looks(wanted):
+            match look.place:
+                case StatePlace.INITIAL:
+                    look.found = {}
+                case StatePlace.CHECKPOINT:
+                    look.found = saved[wanted.walker]
+                case _:
+                    look.found = await self._found(assign.job, job, wanted, look)
+        first = search.parts[0].found
+        if isinstance(first, Chunk):
+            return first
+        chunk = await self._on_torch(draw) if drawn is None else drawn
+        if source.kind is SourceKind.INITIAL:
+            await self._begin(assign, job, chunk)
+        elif isinstance(first, _Saved):
+            await self._on_torch(partial(first.load_into, chunk))
+        else:
+            await self._on_torch(partial(self._load, job, chunk, wanted, search))
         return chunk
+
+    def _load(self, job: JobSpec, chunk: Chunk, wanted: ChunkAssignment, search: _Search) -> None:
+        """On the torch thread: make what was found the chunk's state."""
+        source, found = wanted.source, [(part, part.found) for part in search.parts]
+        states = [(part, state) for part, state in found if isinstance(state, Mapping)]
+        if source.kind is SourceKind.NEIGHBOURS:
+            sides = [Side(stage=part.stage, weight=part.weight, tensors=state) for part, state in states]
+            chunk.load_state(averaged_state(job, wanted.stage, sides), version=source.version)
+        else:
+            chunk.load_state(states[0][1], version=source.version)
+        if source.kind is SourceKind.PEER:
+            chunk.begin_as_newcomer()
+
+    async def _found(
+        self, job_id: JobId, job: JobSpec, wanted: ChunkAssignment, look: StateLook[_Found]
+    ) -> _Found | None:
+        """State that a place has: the chunk itself, or all tensors that are wanted of it."""
+        stage, index, version = look.stage, look.stage.index, look.version
+        is_beside = wanted.source.kind is SourceKind.NEIGHBOURS
+        names = names_wanted(job, wanted.stage, stage) if is_beside else state_names(job, stage)
+        compute = self._executor.compute
+        match look.place:
+            case StatePlace.CHUNK if is_beside:
+                return await self._on_torch(partial(compute.copy_state, job_id, index, version, names))
+            case StatePlace.CHUNK:
+                return await self._on_torch(partial(compute.chunk_of, job_id, stage, version))
+            case StatePlace.COPY:
+                kept = self._copies.kept(job_id, index, version)
+                return kept if kept is not None and kept.keys() >= names else None
+            case StatePlace.FOLLOWED:
+                return await self._copies.caught_up(job_id, stage, version, look.peers)
+            case _:
+                state = await self._donors.fetch_state(look.peers[0], job_id, index, version, names)
+                return {name: to_torch(tensor) for name, tensor in state.items()}
+
+    async def _begin(self, assign: Assign, job: JobSpec, chunk: Chunk) -> None:
+        """Begin with the parameters that the job says, if it says any."""
+        if assign.begins is not None:
+            await self._begin_from(assign.begins, chunk)
+        elif job.model.begins_from is not None:
+            begin = partial(load_huggingface, Path(job.model.begins_from), roots=self.places.data)
+            await self._begun_from(job.model.begins_from, partial(begin, chunk.module))
+            await self._on_torch(chunk.begin_with_parameters)
 
     async def _begun_from(self, directory: str, load: Callable[[], None]) -> None:
         """Fill a chunk that nobody else has yet, from files that may never be read."""
@@ -316,95 +335,17 @@ class Builder:
         except SilentError as error:
             raise UnfitError("model.init_from", directory, str(error)) from error
 
-    def _own(self, job: JobId, wanted: ChunkAssignment, names: frozenset[str]) -> Mapping[str, Tensor]:
-        """A snapshot or a backup that this worker keeps."""
-        version = wanted.source.version
-        state = self._copies.kept(job, wanted.stage.index, version)
-        if state is None or not state.keys() >= names:
-            raise LocalError(f"{wanted.stage} at version {version} is not here to be kept")
-        return state
-
-    async def _given(
-        self, job: JobId, wanted: ChunkAssignment, members: tuple[Member, ...], names: frozenset[str]
-    ) -> Mapping[str, Tensor]:
-        """The chunk's state: a copy of it that was fetched before and lacks little, else a peer's."""
-        source = wanted.source
-        if source.peer == self._worker:
-            return self._own(job, wanted, names)
-        # The donor first: it is known to have come as far as the version that is wanted.
-        nearest = sorted(members, key=lambda member: member.worker != source.peer)
-        others = [member for member in nearest if member.worker != self._worker]
-        if not source.was_averaged:
-            followed = await self._copies.caught_up(job, wanted.stage, source.version, others)
-            if followed is not None:
-                return followed
-        return await self._fetched(job, wanted.stage, source.version, source.peer, members, names)
-
-    async def _fetched(
-        self,
-        job: JobId,
-        stage: StageSpec,
-        version: Step,
-        peer: WorkerId | None,
-        members: tuple[Member, ...],
-        names: frozenset[str],
-    ) -> Mapping[str, Tensor]:
-        donor = next((member for member in members if member.worker == peer), None)
-        if donor is None:
-            raise LocalError(f"{peer}, which should give stage {stage.index}, is not a member")
-        try:
-            state = await self._donors.fetch_state(donor, job, stage.index, version, names)
-        except RemoteError as error:
-            raise _DonorFailedError(donor.worker, one_line(error)) from error
-        return {name: to_torch(tensor) for name, tensor in state.items()}
-
-    async def _averaged(
-        self, job_id: JobId, job: JobSpec, wanted: ChunkAssignment, members: tuple[Member, ...]
-    ) -> Mapping[str, Tensor]:
-        """The chunk's state, made of parameters of the stages beside it."""
-        sides = []
-        for neighbour in wanted.source.neighbours:
-            names = names_wanted(job, wanted.stage, neighbour.stage)
-            tensors = await self._beside(job_id, neighbour, wanted.source.version, members, names)
-            sides.append(Side(stage=neighbour.stage, weight=neighbour.weight, tensors=tensors))
-        return await self._on_torch(partial(averaged_state, job, wanted.stage, sides))
-
-    async def _beside(
-        self,
-        job: JobId,
-        neighbour: Neighbour,
-        version: Step,
-        members: tuple[Member, ...],
-        names: frozenset[str],
-    ) -> Mapping[str, Tensor]:
-        """Parameters of a neighbouring stage, which may be held here too."""
-        if neighbour.peer != self._worker:
-            return await self._fetched(job, neighbour.stage, version, neighbour.peer, members, names)
-        held = await self._on_torch(
-            partial(self._executor.compute.copy_state, job, neighbour.stage.index, version, names)
-        )
-        if held is None:
-            raise LocalError(f"{neighbour.stage} at version {version} is not here to make another of it")
-        return held
-
-    async def _saved(self, assign: Assign, job: JobSpec) -> dict[int, _Saved]:
+    async def _saved(self, assign: Assign, job: JobSpec, manifest: ManifestReply) -> dict[int, _Saved]:
         """State that all chunks from the checkpoint need of it, by walker; of each walker, every file is read once."""
         wanted = [chunk for chunk in assign.chunks if chunk.source.kind is SourceKind.CHECKPOINT]
-        if not wanted:
-            return {}
-        manifest = await self._files.manifest(assign.job, wanted[0].source.version)
         archive = archive_of(manifest.url, self._files, assign.job, manifest.version, self.places)
         found = {}
         for walker in sorted({chunk.walker for chunk in wanted}):
             stages = [chunk.stage for chunk in wanted if chunk.walker == walker]
-            try:
-                found[walker] = await self._outside.answer(
-                    partial(_read_walker, job, stages, walker, manifest, archive),
-                    f"checkpoint {manifest.version} at {manifest.url or 'the coordinator'}",
-                )
-            except (SkeinError, OSError) as error:
-                # Whether that is its fault or this worker's is for the coordinator to find out.
-                raise _UnreadError(manifest.version, one_line(error)) from error
+            found[walker] = await self._outside.answer(
+                partial(_read_walker, job, stages, walker, manifest, archive),
+                f"checkpoint {manifest.version} at {manifest.url or 'the coordinator'}",
+            )
         return found
 
     async def _begin_from(self, begins: Beginning, chunk: Chunk) -> None:

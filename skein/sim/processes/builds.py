@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from skein.config.job import JobSpec
+from skein.errors import LocalError, RemoteError, SkeinError, UnfitError
 from skein.protocol.log.records import CheckpointCommitted, num_walkers, walker_of, walker_prefix
-from skein.protocol.messages.directives import Assign, CheckpointFile, ChunkAssignment, Neighbour, SourceKind
+from skein.protocol.messages.directives import Assign, CheckpointFile, ChunkAssignment, Neighbour
 from skein.protocol.messages.reports import CheckpointUnwritten, CheckpointWritten
+from skein.protocol.worker.keeping.search import StateLook, StatePlace, StateSearch
 from skein.protocol.worker.ops import SaveOp
 from skein.protocol.worker.worker_io import Build, BuildFailed, Built, WorkerEvent
 from skein.sim.clock import Clock
@@ -14,7 +16,7 @@ from skein.sim.compute.executor import StageTimes, stage_times
 from skein.sim.judging.invariants import INITIAL, Invariants, Violated
 from skein.sim.lines.network import Network
 from skein.sim.processes.copies import SimCopies
-from skein.sim.processes.data import REASON, SimData
+from skein.sim.processes.data import LACKING, SimData
 from skein.sim.processes.store import Store
 from skein.sim.processes.worker import SimWorker
 from skein.types import StageIndex, StageSpec, Step, WorkerId
@@ -103,101 +105,86 @@ class Builds:
         if build != worker.build:
             return
         assign = command.assign
-        if any(chunk.source.kind is SourceKind.CHECKPOINT for chunk in assign.chunks):
-            reason = self.store.trouble(self._checkpoint_of(assign.version))
-            if reason:
-                wait_s = SILENT_S if self.store.hangs else 0.0
-                unread = partial(self._unread, worker, assign, build, reason)
-                self._clock.after(wait_s, partial(worker.when_running, unread))
-                return
-        is_origin = bool(assign.origins or assign.evaluation_origins)
-        if is_origin and not self.data.has(worker, assign.job):
-            unfit = BuildFailed(
-                generation=assign.generation, peer=None, is_fatal=False, reason=REASON, is_unfit=True
-            )
-            self._give(worker, unfit)
-            return
-        given: dict[StageIndex, str] = {}
-        for chunk in assign.chunks:
-            lineage = self._state_from(worker, command, chunk)
-            if lineage is None and chunk.source.kind is SourceKind.CHECKPOINT:
-                self._unread(worker, assign, build, f"no file has all of stage {chunk.stage.index}")
-                return
-            if lineage is None:
-                self._fail(worker, assign, chunk)
-                return
-            given[chunk.stage.index] = self._invariants.lineage_now(assign.job, chunk.stage, lineage)
-        times = {chunk.stage.index: self.times_of(chunk.stage) for chunk in assign.chunks}
+        search = StateSearch[str](assign, worker.machine.identity.worker, command.members)
         try:
+            given = self._given(worker, command, search)
+            times = {chunk.stage.index: self.times_of(chunk.stage) for chunk in assign.chunks}
             worker.executor.build(assign, given, times, self._invariants.visits[assign.generation])
+        except (SkeinError, OSError) as error:
+            failed = search.failed(error, str(error))
+            wait_s = SILENT_S if isinstance(error, OSError) and self.store.hangs else 0.0
+            self._clock.after(
+                wait_s, partial(worker.when_running, partial(self._tell, worker, build, failed))
+            )
+            return
         except Violated as error:
             self._crash(worker, error)
             return
         self._invariants.holds(worker.machine, assign.generation, assign.version, given)
         self._invariants.built(worker.machine, assign.generation)
-        self._give(
-            worker,
-            Built(
-                generation=assign.generation,
-                num_train_samples=10**6 if is_origin else 0,
-                num_validation_samples=10**4 if is_origin else 0,
-                data_fingerprint="data" if is_origin else "",
-            ),
+        built = Built(
+            generation=assign.generation,
+            num_train_samples=10**6 if search.is_origin else 0,
+            num_validation_samples=10**4 if search.is_origin else 0,
+            data_fingerprint="data" if search.is_origin else "",
         )
+        self._give(worker, built)
 
-    def _unread(self, worker: SimWorker, assign: Assign, build: int, reason: str) -> None:
+    def _tell(self, worker: SimWorker, build: int, failed: BuildFailed) -> None:
         if build == worker.build:
-            failed = BuildFailed(
-                generation=assign.generation, peer=None, is_fatal=False, reason=reason, unread=assign.version
-            )
             self._give(worker, failed)
 
-    def _fail(self, worker: SimWorker, assign: Assign, chunk: ChunkAssignment) -> None:
-        failed = BuildFailed(
-            generation=assign.generation,
-            peer=chunk.source.peer,
-            is_fatal=False,
-            reason="the donor does not hold it",
-        )
-        self._give(worker, failed)
+    def _given(self, worker: SimWorker, command: Build, search: StateSearch[str]) -> dict[StageIndex, str]:
+        """Lineages of what a build has found, by stage.
 
-    def _state_from(self, worker: SimWorker, command: Build, chunk: ChunkAssignment) -> str | None:
-        source, stage, assign = chunk.source, chunk.stage, command.assign
-        match source.kind:
-            case SourceKind.INITIAL:
+        Raises:
+            SkeinError | OSError: something is not there.
+        """
+        assign, now = command.assign, self._invariants.lineage_now
+        for need in search.needs():
+            if need is StatePlace.DATA and not self.data.has(worker, assign.job):
+                raise UnfitError(*LACKING)
+            if need is StatePlace.CHECKPOINT:
+                reason = self.store.trouble(self._checkpoint_of(assign.version))
+                if reason:
+                    raise OSError(reason)
+        given: dict[StageIndex, str] = {}
+        for chunk in assign.chunks:
+            for look in search.looks(chunk):
+                look.found = self._found(worker, assign, chunk, look)
+            # The lineage of an average is that of what it is made of, for the model has another since.
+            found = {
+                now(assign.job, part.stage, part.found) for part in search.parts if part.found is not None
+            }
+            given[chunk.stage.index] = now(assign.job, chunk.stage, " and ".join(sorted(found)))
+        return given
+
+    def _found(
+        self, worker: SimWorker, assign: Assign, chunk: ChunkAssignment, look: StateLook[str]
+    ) -> str | None:
+        stage, version = look.stage, look.version
+        match look.place:
+            case StatePlace.INITIAL:
                 return INITIAL
-            case SourceKind.CHECKPOINT:
-                saved = self._saved(worker, chunk, source.version)
+            case StatePlace.CHECKPOINT:
+                saved = self._saved(worker, chunk, version)
                 # Whoever said what the files are may have lied; who reads them sees that tensors are missing.
-                is_known = not self._invariants.has_liars or self._invariants.is_of(
-                    assign.job, source.version, saved
-                )
-                return saved if is_known else None
-            case SourceKind.KEEP:
-                return self.copies.fixed(worker, stage, assign.version)
-            case SourceKind.PEER:
-                followed = None
-                if not source.was_averaged:
-                    followed = self.copies.caught_up(worker, stage, assign.version)
-                donor = None if source.peer is None else self._workers.get(source.peer)
-                if followed is not None or donor is None or not _is_let_in(command, donor):
-                    return followed
-                return self.copies.fixed(donor, stage, assign.version)
-            case SourceKind.NEIGHBOURS:
-                return self._averaged(command, source.neighbours)
-
-    def _averaged(self, command: Build, neighbours: tuple[Neighbour, ...]) -> str | None:
-        """The lineage of an average is that of what it is made of, for the model has another since."""
-        found: set[str] = set()
-        for neighbour in neighbours:
-            donor = self._workers.get(neighbour.peer)
-            if donor is None or not _is_let_in(command, donor):
-                return None
-            held = self.copies.fixed(donor, neighbour.stage, command.assign.version)
-            if held is None:
-                return None
-            found.add(self._invariants.lineage_now(command.assign.job, neighbour.stage, held))
-        return " and ".join(sorted(found))
+                if self._invariants.has_liars and not self._invariants.is_of(assign.job, version, saved):
+                    raise LocalError(f"no file has all of stage {stage.index}")
+                return saved
+            case StatePlace.CHUNK:
+                return worker.executor.state_of(stage, version)
+            case StatePlace.COPY:
+                return self.copies.kept(worker, stage, version)
+            case StatePlace.FOLLOWED:
+                return self.copies.caught_up(worker, stage, version)
+            case _:
+                donor = self._workers.get(look.peers[0].worker)
+                is_let_in = donor is not None and donor.machine.gate.may_fetch(look.peers[0].door)
+                given = self.copies.fixed(donor, stage, version) if donor is not None and is_let_in else None
+                if given is None:
+                    raise RemoteError("the donor does not hold it")
+                return given
 
     # --- the disk ---
 
@@ -251,11 +238,3 @@ class Builds:
         }
         worker.executor.reads(stage.index, tuple(here), num_walkers=num_walkers(saved))
         return " and ".join(sorted(set(here.values())))
-
-
-def _is_let_in(command: Build, donor: SimWorker) -> bool:
-    """Whether a donor gives its state to whoever builds, which shows what it was told of the donor."""
-    name = donor.machine.identity.worker
-    return any(
-        donor.machine.gate.may_fetch(member.door) for member in command.members if member.worker == name
-    )

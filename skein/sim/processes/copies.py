@@ -185,7 +185,11 @@ class SimCopies:
     def fixed(self, worker: SimWorker, stage: StageSpec, version: Step) -> str | None:
         """Lineage of a chunk, snapshot or backup of a worker at a version; None if it has none."""
         here = worker.executor.state_of(stage, version)
-        return self._shelf(worker).fixed(stage, version) if here is None else here
+        return self.kept(worker, stage, version) if here is None else here
+
+    def kept(self, worker: SimWorker, stage: StageSpec, version: Step) -> str | None:
+        """Lineage of a snapshot or backup of a worker at a version; None if it has none."""
+        return self._shelf(worker).fixed(stage, version)
 
     def lag(self, worker: SimWorker, stage: StageSpec, version: Step) -> int | None:
         """Number of results that a followed copy still needs for `version`; None if it cannot get there."""

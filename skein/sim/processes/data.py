@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from functools import partial
 
+from skein.errors import UnfitError
 from skein.protocol.worker.worker_io import OpeningEnded, StartOpening, WorkerEvent
 from skein.sim.clock import Clock
 from skein.sim.processes.worker import SimWorker
 from skein.types import Incarnation, JobId, WorkerId
 
 OPEN_S = 0.4
-REASON = "data.sources[0].path: '/corpus': no such file or folder on this worker"
+LACKING = ("data.sources[0].path", "/corpus", "no such file or folder on this worker")
+"""A missing file, as `UserError` has it."""
 
 
 class SimData:
@@ -41,4 +43,6 @@ class SimData:
 
     def _ended(self, worker: SimWorker, job: JobId) -> None:
         has = self.has(worker, job)
-        self._give(worker, OpeningEnded(job=job, error="" if has else REASON, is_unfit=not has))
+        self._give(
+            worker, OpeningEnded(job=job, error="" if has else str(UnfitError(*LACKING)), is_unfit=not has)
+        )
