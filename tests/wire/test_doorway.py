@@ -13,8 +13,10 @@ WAIT_S = 120.0
 
 
 @pytest.fixture(params=["127.0.0.1", "::1", "::"])
-def opened(request: pytest.FixtureRequest) -> Iterator[tuple[int, list[socket.socket], list[socket.socket]]]:
-    """A port, five connections to it, and their ends in this process as a server has them."""
+def opened(
+    request: pytest.FixtureRequest,
+) -> Iterator[tuple[Doorway, list[socket.socket], list[socket.socket]]]:
+    """Where five connections have come in one after the other, and their ends in this process as a server has them."""
     host = str(request.param)
     with ExitStack() as stack:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -22,23 +24,24 @@ def opened(request: pytest.FixtureRequest) -> Iterator[tuple[int, list[socket.so
             socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
         )
         port = server.getsockname()[1]
+        at = Doorway(port, least_bytes=CALLED_BYTES)
         theirs, ours = [], []
         for _ in range(5):
-            at = "127.0.0.1" if host == "::" else host
-            theirs.append(stack.enter_context(socket.create_connection((at, port), timeout=WAIT_S)))
+            dialled = "127.0.0.1" if host == "::" else host
+            theirs.append(stack.enter_context(socket.create_connection((dialled, port), timeout=WAIT_S)))
             ours.append(stack.enter_context(server.accept()[0]))
-        yield port, theirs, ours
+            assert at.look() == 0
+        yield at, theirs, ours
 
 
 def test_the_oldest_that_say_nothing_are_ended(
-    opened: tuple[int, list[socket.socket], list[socket.socket]], monkeypatch: pytest.MonkeyPatch
+    opened: tuple[Doorway, list[socket.socket], list[socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doorway, "PER_ADDRESS", 2)
-    port, theirs, ours = opened
+    at, theirs, ours = opened
     theirs[0].sendall(b"x" * CALLED_BYTES)
     assert ours[0].recv(CALLED_BYTES, socket.MSG_WAITALL)
     theirs[1].sendall(b"x")
-    at = Doorway(port, least_bytes=CALLED_BYTES)
     assert at.look() == 2
     assert [connection.recv(1) for connection in theirs[1:3]] == [b"", b""]
     for their, our in ((theirs[0], ours[0]), *zip(theirs[3:], ours[3:], strict=True)):
@@ -50,10 +53,10 @@ def test_the_oldest_that_say_nothing_are_ended(
 
 
 def test_other_ports_are_nobodys_business(
-    opened: tuple[int, list[socket.socket], list[socket.socket]], monkeypatch: pytest.MonkeyPatch
+    opened: tuple[Doorway, list[socket.socket], list[socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doorway, "PER_ADDRESS", 0)
-    port, _, _ = opened
+    at, _, _ = opened
     with socket.create_server(("127.0.0.1", 0)) as other:
         assert Doorway(other.getsockname()[1], least_bytes=CALLED_BYTES).look() == 0
-    assert Doorway(port, least_bytes=CALLED_BYTES).look() == 5
+    assert at.look() == 5

@@ -39,6 +39,8 @@ class Doorway:
     def __init__(self, port: int, *, least_bytes: int) -> None:
         self._port = port
         self._least_bytes = least_bytes
+        self._since: dict[int, int] = {}
+        """Look at which each connection was first there, by inode; inodes of several processors tell no order."""
 
     async def keep(self) -> NoReturn:
         """Look now and then, for ever."""
@@ -50,14 +52,16 @@ class Doorway:
 
     def look(self) -> int:
         """Ends connections beyond what one address may have without a call; how many."""
-        silent: dict[str, list[tuple[int, int]]] = {}
+        silent: dict[str, list[tuple[int, int, int]]] = {}
         host_by_inode = dict(_connections(self._port))
+        now = max(self._since.values(), default=0) + 1
+        self._since = {inode: self._since.get(inode, now) for inode in host_by_inode}
         for descriptor, inode in _sockets(host_by_inode):
             received = _num_received(descriptor, inode)
             if received is not None and received < self._least_bytes:
-                silent.setdefault(host_by_inode[inode], []).append((inode, descriptor))
+                silent.setdefault(host_by_inode[inode], []).append((self._since[inode], inode, descriptor))
         beyond = [x for found in silent.values() for x in sorted(found)[: max(0, len(found) - PER_ADDRESS)]]
-        for inode, descriptor in beyond:
+        for _, inode, descriptor in beyond:
             _end(descriptor, inode)
         return len(beyond)
 
