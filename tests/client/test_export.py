@@ -4,7 +4,7 @@ import json
 import struct
 import tracemalloc
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from skein.protocol.log.records import StageFiles, walker_prefix
 from skein.protocol.messages.directives import CheckpointFile
 from skein.types import JobId, Precision, StageIndex, Step
 from skein.wire.extra import ManifestReply
+from tests.support import extent
 from tests.support.jobs import small_job
 from tests.worker.model.builders import DECODERS, MODELS, assert_near, llama, part, samples, whole
 from worker.model.weights import load_huggingface
@@ -76,8 +77,9 @@ def opened_logits(directory: Path, tokens: Tensor) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("max_shard_bytes", [BIG, 8_000])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    ("name", "max_shard_bytes"), extent.part(list(product(DECODERS, (BIG, 8_000))), every=3)
+)
 def test_transformers_opens_the_export_with_the_same_logits(
     name: str, max_shard_bytes: int, tmp_path: Path
 ) -> None:

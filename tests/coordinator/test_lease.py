@@ -33,7 +33,7 @@ from skein.errors import UserError
 from skein.protocol.log.records import EpochOpened, JobSubmitted, Record
 from skein.types import Epoch
 from tests.coordinator.test_store import change, no_file_above, opened, submitted
-from tests.support.extent import part
+from tests.support.extent import examples, part
 
 FIRST, SECOND = Holder(name="a", address="10.0.0.1:7411"), Holder(name="b", address="10.0.0.2:7411")
 
@@ -458,5 +458,5 @@ class TwoCoordinators(RuleBasedStateMachine):
         assert epochs == list(range(1, len(epochs) + 1))
 
 
-TwoCoordinators.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
+TwoCoordinators.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=20)
 test_two_coordinators_in_any_order_make_one_chain = TwoCoordinators.TestCase

@@ -46,6 +46,17 @@ def network(
         stop_lab(folder)
 
 
+@pytest.fixture(scope="module")
+def two_sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningLab | None]:
+    """A lab of two workers for tests that leave it as it was; None where namespaces are not permitted."""
+    path = tmp_path_factory.mktemp("two-sites")
+    if refused(PROBLEM, path):
+        yield None
+        return
+    with network(path, "two-sites", num_workers=2) as lab:
+        yield lab
+
+
 def opened(lab: RunningLab, name: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
     """A socket at that endpoint."""
     [endpoint] = (x for x in lab.status.endpoints if x.name == name)
@@ -98,13 +109,11 @@ def refused(problem: str | None, path: Path) -> bool:
     return True
 
 
-def test_bytes_cross_namespaces_whole_and_no_sooner_than_the_latency(tmp_path: Path) -> None:
-    if refused(PROBLEM, tmp_path):
+def test_bytes_cross_namespaces_whole_and_no_sooner_than_the_latency(two_sites: RunningLab | None) -> None:
+    if two_sites is None:
         return
-    with (
-        network(tmp_path, "two-sites", num_workers=2) as lab,
-        bound(lab, "south-1") as server,
-    ):
+    lab = two_sites
+    with bound(lab, "south-1") as server:
         data = os.urandom(1 << 20)
         with opened(lab, "north-1") as client:
             began_s = time.monotonic()
@@ -136,11 +145,11 @@ def _through(sender: socket.socket, receiver: socket.socket, data: bytes) -> byt
     return bytes(received)
 
 
-def test_a_cut_drops_one_direction_until_it_is_healed(tmp_path: Path) -> None:
-    if refused(PROBLEM, tmp_path):
+def test_a_cut_drops_one_direction_until_it_is_healed(two_sites: RunningLab | None) -> None:
+    if two_sites is None:
         return
+    lab = two_sites
     with (
-        network(tmp_path, "two-sites", num_workers=2) as lab,
         bound(lab, "north-1", socket.SOCK_DGRAM) as north,
         bound(lab, "south-1", socket.SOCK_DGRAM) as south,
     ):
@@ -154,30 +163,32 @@ def test_a_cut_drops_one_direction_until_it_is_healed(tmp_path: Path) -> None:
         assert south.recv(100) == b"there"  # what was lost before would have come first
 
 
-def test_links_change_while_a_lab_runs(tmp_path: Path) -> None:
-    if refused(PROBLEM, tmp_path):
+def test_links_change_while_a_lab_runs(two_sites: RunningLab | None) -> None:
+    if two_sites is None:
         return
-    with network(tmp_path, "two-sites", num_workers=2) as lab:
-        slow = Slow(a="north-1", b="south-1", is_one_way=True, latency_s=0.5, loss=0.25)
-        assert ask(lab.folder.path, slow).num_links == 1
-        changed = [x for x in status_of(lab).links if x.is_changed]
-        assert [(x.sender, x.receiver, x.latency_s, x.loss, x.bytes_per_s) for x in changed] == [
-            ("north-1", "south-1", 0.5, 0.25, 25e6)
-        ]
-        with pytest.raises(UserError, match="loss 2"):
-            ask(lab.folder.path, Slow(a="north", b="south", loss=2.0))
-        with pytest.raises(UserError, match="A: 'mars'"):
-            ask(lab.folder.path, Cut(a="mars", b="south"))
-        with pytest.raises(UserError, match="give another endpoint"):
-            ask(lab.folder.path, Cut(a="south-1", b="south-1"))
-        socket_mode = (lab.folder.path / "control.sock").stat().st_mode
-        assert stat.S_IMODE(socket_mode) == 0o600
+    lab = two_sites
+    slow = Slow(a="north-1", b="south-1", is_one_way=True, latency_s=0.5, loss=0.25)
+    assert ask(lab.folder.path, slow).num_links == 1
+    changed = [x for x in status_of(lab).links if x.is_changed]
+    assert [(x.sender, x.receiver, x.latency_s, x.loss, x.bytes_per_s) for x in changed] == [
+        ("north-1", "south-1", 0.5, 0.25, 25e6)
+    ]
+    with pytest.raises(UserError, match="loss 2"):
+        ask(lab.folder.path, Slow(a="north", b="south", loss=2.0))
+    with pytest.raises(UserError, match="A: 'mars'"):
+        ask(lab.folder.path, Cut(a="mars", b="south"))
+    with pytest.raises(UserError, match="give another endpoint"):
+        ask(lab.folder.path, Cut(a="south-1", b="south-1"))
+    socket_mode = (lab.folder.path / "control.sock").stat().st_mode
+    assert stat.S_IMODE(socket_mode) == 0o600
 
 
 def test_homes_hide_their_workers_and_forward_one_port(tmp_path: Path) -> None:
     if refused(PROBLEM, tmp_path):
         return
     with network(tmp_path, "home-uplinks", num_workers=1) as lab:
+        # The root namespace is left as it was.
+        assert {"wan0", "lan0"}.isdisjoint(psutil.net_if_addrs())
         for dialler, listener in (("cable-1", "coordinator"), ("coordinator", "cable-1")):
             with bound(lab, listener) as server, opened(lab, dialler) as client:
                 client.connect(address(lab, listener))
@@ -244,13 +255,6 @@ def test_a_namespace_that_somebody_removes_leaves_the_others_connected(tmp_path:
         wait_for_traffic(lab, "coordinator", "north-1", "packets")
         coordinator.sendto(b"and here", address(lab, "south-1"))
         assert south.recv(100) == b"and here"
-
-
-def test_the_root_namespace_is_left_as_it_was(tmp_path: Path) -> None:
-    if refused(PROBLEM, tmp_path):
-        return
-    with network(tmp_path, "home-uplinks", num_workers=1):
-        assert {"wan0", "lan0"}.isdisjoint(psutil.net_if_addrs())
 
 
 # --- modes ---

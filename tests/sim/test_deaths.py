@@ -4,6 +4,7 @@ step is lost, none begins anew, only what the dead had done is done again, and t
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 
@@ -141,17 +142,20 @@ def struck(shape: SimShape, strike: Strike, num_events: int) -> Struck:
     return Struck(finish(world, about=about), owned, about)
 
 
-@pytest.mark.parametrize(("column", "strike"), list(enumerate(STRIKES.values())), ids=STRIKES)
-@pytest.mark.parametrize(("row", "shape"), list(enumerate(SHAPES.values())), ids=SHAPES)
-def test_no_moment_is_a_wrong_one(row: int, shape: SimShape, column: int, strike: Strike) -> None:
+@pytest.mark.parametrize(("text", "name"), part(list(product(SHAPES, STRIKES)), every=3))
+def test_no_moment_is_a_wrong_one(text: str, name: str) -> None:
+    shape, strike = SHAPES[text], STRIKES[name]
+    row, column = list(SHAPES).index(text), list(STRIKES).index(name)
     expected = undisturbed(shape.job(steps=STEPS, every=EVERY), shape.num_workers)
     num_events = expected.outcome.num_events
     for moment in part(range(POINTS), every=POINTS, start=5 * row + 4 * column):
         struck(shape, strike, 1 + moment * num_events // POINTS).check(expected)
 
 
-@pytest.mark.parametrize("num_events", [120, 150, 180])
-@pytest.mark.parametrize("second", ["dies", "coordinator dies", "is frozen and wakes"])
+@pytest.mark.parametrize(
+    ("second", "num_events"),
+    part(list(product(("dies", "coordinator dies", "is frozen and wakes"), (120, 150, 180))), every=4),
+)
 def test_a_second_death_while_the_first_is_made_up_for_costs_no_more(num_events: int, second: str) -> None:
     """Three holders of each stage; the second strike comes later by ever more events, a replay's first to its last."""
     shape = shape_of("line 2x3")

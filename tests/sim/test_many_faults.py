@@ -27,19 +27,19 @@ def judged(
     return len(of_kind(world.log, RolledBack))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=BY_TEXT)
+@pytest.mark.parametrize("shape", part(SHAPES, every=2, start=1), ids=lambda shape: shape.text)
 def test_no_schedule_of_faults_bends_the_loss_curve(shape: SimShape) -> None:
     for seed in part(SEEDS, every=26, start=SHAPES.index(shape)):
         judged(shape, seed)
 
 
-@pytest.mark.parametrize("shape", part(SHAPES, every=3), ids=lambda shape: shape.text)
+@pytest.mark.parametrize("shape", part(SHAPES, every=6), ids=lambda shape: shape.text)
 def test_faults_that_kill_nobody_cost_no_committed_step(shape: SimShape) -> None:
     for seed in part(SEEDS[:8], every=8, start=SHAPES.index(shape)):
         assert judged(shape, seed, kinds=GENTLE) == 0, f"seed={seed}"
 
 
-@pytest.mark.parametrize("kind", part(list(FAULTS), every=2))
+@pytest.mark.parametrize("kind", part(list(FAULTS), every=4))
 def test_each_kind_of_fault_alone_leaves_the_curve_as_it_was(kind: str) -> None:
     for seed in part(range(3), every=3, start=list(FAULTS).index(kind)):
         judged(shape_of("line 2x2"), seed, num_faults=4, kinds=(kind,))

@@ -54,7 +54,7 @@ def undisturbed(text: str) -> tuple[tuple[StepRecord, ...], dict[str, ParameterS
     return run(text, seed=0, num_faults=0)
 
 
-@pytest.mark.parametrize("text", SHAPES)
+@pytest.mark.parametrize("text", part(SHAPES, every=2))
 def test_the_model_learns(text: str) -> None:
     curve, states = undisturbed(text)
     assert all(np.any(state.mean) for state in states.values())
@@ -62,7 +62,7 @@ def test_the_model_learns(text: str) -> None:
     assert len({record.loss for record in curve}) == STEPS
 
 
-@pytest.mark.parametrize("text", SHAPES)
+@pytest.mark.parametrize("text", part(SHAPES, every=2))
 def test_faults_change_neither_loss_nor_tokens_nor_norm(text: str) -> None:
     expected, parameters = undisturbed(text)
     for seed in part(range(6), every=6, start=SHAPES.index(text)):

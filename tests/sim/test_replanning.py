@@ -14,6 +14,7 @@ from skein.sim.scenario import make_world
 from skein.sim.world import World
 from skein.topology.fleet import Fleet
 from skein.types import Layout
+from tests.support.extent import part
 from tests.support.jobs import small_job
 from tests.support.worlds import Run, finish, fleet_of, of_kind, run_until, simulate, version_of, worker
 
@@ -46,7 +47,11 @@ def slow(world: World, *, factor: float, at_version: int = 3) -> None:
 
 
 @pytest.mark.parametrize(
-    "job", [JOB, small_job(stages=4, skip_ratio=0.5, layout=Layout.LOOP, microbatches=8, steps=MANY_STEPS)]
+    "job",
+    part(
+        [small_job(stages=4, skip_ratio=0.5, layout=Layout.LOOP, microbatches=8, steps=MANY_STEPS), JOB],
+        every=2,
+    ),
 )
 def test_a_run_of_many_steps_keeps_its_plan_where_nothing_better_is_found(job: JobSpec) -> None:
     run = simulate(job, job.parallel.stages * job.parallel.replicas)
@@ -154,7 +159,7 @@ def searched(job: JobSpec, fleet: Fleet, previous: Plan | None, seed: int) -> Pl
     return make_searched_plan(job, fleet, previous, seed, steps_left=job.total_steps)
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", part(list(Layout), every=2))
 def test_searched_plans_are_carried_out_and_follow_a_slow_worker(layout: Layout) -> None:
     job = small_job(stages=3, layout=layout, microbatches=6, steps=40).model_copy(
         update={"plan": PlanSpec(budget_s=0.01)}

@@ -90,7 +90,7 @@ def struck(silence: Silence, seconds: float, *, later: int, stage: int = 1) -> R
 
 @pytest.mark.parametrize(
     ("silence", "seconds", "stage", "later"),
-    part(list(product((mute, freeze, come_late), SILENCES_S, (0, 1), (0, 29))), every=5),
+    part(list(product((mute, freeze, come_late), SILENCES_S, (0, 1), (0, 29))), every=7),
 )
 def test_no_step_is_lost_when_all_holders_of_a_stage_are_silent_and_nobody_is_dead(
     silence: Silence, seconds: float, stage: int, later: int

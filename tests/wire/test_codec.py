@@ -18,6 +18,7 @@ from skein.types import Epoch, Generation, JobState, Step
 from skein.wire import codec, extra, views
 from skein.wire.mapping import READ_TEXT, Codec
 from skein.wire.v1 import checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2
+from tests.support.extent import examples
 from tests.wire.values import members, values
 
 CODECS: dict[str, Codec[object, Message]] = {
@@ -51,7 +52,7 @@ PLAIN_REQUESTS = {
 
 
 @pytest.mark.parametrize(("name", "member"), MEMBERS, ids=lambda part: getattr(part, "__name__", part))
-@settings(max_examples=25)  # each kind of field is in several messages
+@settings(max_examples=examples(25))  # each kind of field is in several messages
 @given(data=st.data())
 def test_decode_gives_back_what_was_encoded(name: str, member: object, data: st.DataObject) -> None:
     value = data.draw(values(member))

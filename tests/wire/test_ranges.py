@@ -16,6 +16,7 @@ from skein.protocol.messages.reports import Beat, Report
 from skein.wire import codec
 from skein.wire.mapping import Codec, check_request
 from skein.wire.v1 import checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2
+from tests.support.extent import examples
 from tests.wire.values import members, values
 
 FILES = (checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2)
@@ -94,7 +95,7 @@ CODECS: dict[str, Codec[object, Message]] = {
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=25)  # a field is in several messages
+@settings(max_examples=examples(25))  # a field is in several messages
 @given(data=st.data())
 def test_a_number_outside_its_range_is_refused_wherever_it_stands(name: str, data: st.DataObject) -> None:
     pair = CODECS[name]
@@ -121,7 +122,7 @@ def test_a_number_outside_its_range_is_refused_wherever_it_stands(name: str, dat
         pair.decode(message)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_numbers_of_a_report_are_looked_at_without_a_message_as_well(data: st.DataObject) -> None:
     report = data.draw(values(Report))

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skein.wire.serving.room import Room
+from tests.support.extent import examples
 
 
 class Guests:
@@ -80,7 +81,7 @@ async def test_a_stay_ends_when_its_time_is_over() -> None:
             await asyncio.Event().wait()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(addresses=st.lists(st.sampled_from("abcd"), max_size=30))
 def test_there_are_never_more_than_fit(addresses: list[str]) -> None:
     async def run() -> None:

@@ -9,7 +9,16 @@ from pathlib import Path as FilePath
 
 import torch
 
-from skein.config.job import BatchSpec, BudgetSpec, DataSpec, DigitsSource, JobSpec, ParallelSpec, TextSource
+from skein.config.job import (
+    BatchSpec,
+    BudgetSpec,
+    DataSpec,
+    DigitsSource,
+    EvaluationSpec,
+    JobSpec,
+    ParallelSpec,
+    TextSource,
+)
 from skein.config.optimizer import AdamWSpec
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape
@@ -96,6 +105,7 @@ def tiny_job(
         parallel=ParallelSpec(stages=stages, replicas=replicas, layout=layout),
         optimizer=AdamWSpec(learning_rate=1e-2, clip_norm=0.5),
         budget=BudgetSpec(steps=10),
+        evaluation=EvaluationSpec(samples=8),
         precision=precision,
         seed=5,
     )

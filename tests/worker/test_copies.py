@@ -16,6 +16,7 @@ from skein.protocol.messages.directives import Assign, ChunkAssignment, Decision
 from skein.protocol.worker.worker_io import BuildFailed, Built, CopyKind, DropCopies, PrefetchFailed
 from skein.types import Epoch, Generation, StageIndex, Step, WorkerId
 from skein.wire.v1 import peer_pb2
+from tests.support import extent
 from tests.worker.holders import JOB, Keeper, holding, keeping, prefetch_of, snapshot
 from tests.worker.lab import CPU, Lab, tiny_job
 from worker.chunks import fetched
@@ -199,7 +200,7 @@ class Misnaming(PeerService):
             yield part
 
 
-@pytest.mark.parametrize("kind", [Dying, Corrupt, Wrong, Misnaming])
+@pytest.mark.parametrize("kind", extent.part([Dying, Corrupt, Wrong, Misnaming], every=3))
 async def test_one_sound_holder_is_enough(lab: Lab, kind: type[PeerService]) -> None:
     async with holding(lab, kinds=(kind,)) as holders, keeping("w9") as newcomer:
         await snapshot(lab, holders, 1)

@@ -160,8 +160,9 @@ async def held_bytes(sessions: tuple[Session, ...], version: int) -> list[dict[s
 
 
 async def test_a_worker_that_joins_brings_its_chunk_along(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("skein.protocol.coordinator.runs.gathering.GATHER_S", 0.1)
     job = tiny_job(write_text(tmp_path), replicas=2)
     constant = job.optimizer.model_copy(update={"warmup_steps": 0, "final_learning_rate_ratio": 1.0})
     job = job.model_copy(update={"budget": BudgetSpec(steps=10_000), "optimizer": constant})

@@ -60,14 +60,10 @@ def assert_same_curve(found: list[StepRecord], expected: list[StepRecord]) -> No
         assert one.num_tokens == other.num_tokens
 
 
-@pytest.mark.parametrize(("layout", "replicas"), [(Layout.LINE, 1), (Layout.LOOP, 2)])
-async def test_a_job_over_the_network_gives_the_curve_of_one_process(
-    tmp_path: Path, layout: Layout, replicas: int
-) -> None:
-    job = job_of(write_text(tmp_path), layout=layout, replicas=replicas)
+async def test_a_job_over_the_network_gives_the_curve_of_one_process(tmp_path: Path) -> None:
+    job = job_of(write_text(tmp_path), layout=Layout.LOOP)
     steps, validation = undisturbed(job)
-    disk = Disk()
-    async with cluster(disk) as here, here.workers(*(f"w{i}" for i in range(2 * replicas))) as workers:
+    async with cluster(Disk()) as here, here.workers("w0", "w1") as workers:
         here.submit(job)
         assert await here.finished() == JobState.FINISHED
         assert_same_curve(here.steps, steps)
@@ -89,19 +85,6 @@ async def test_sums_that_are_made_on_the_way_give_the_same_curve_and_bear_a_deat
     )
     steps, _ = undisturbed(job)
     async with cluster(Disk()) as here, here.workers("w0", "w1", "w2"):
-        async with here.workers("w3"):
-            here.submit(job)
-            await here.first(StepCommitted, 3)
-        assert await here.finished() == JobState.FINISHED
-        assert len(here.all(GenerationOpened)) > 1
-        assert_same_curve(here.steps, steps)
-
-
-async def test_a_worker_that_dies_costs_no_step(tmp_path: Path) -> None:
-    job = job_of(write_text(tmp_path), replicas=2)
-    steps, _ = undisturbed(job)
-    disk = Disk()
-    async with cluster(disk) as here, here.workers("w0", "w1", "w2"):
         async with here.workers("w3"):
             here.submit(job)
             await here.first(StepCommitted, 3)

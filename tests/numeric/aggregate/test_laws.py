@@ -21,6 +21,7 @@ from tests.numeric.aggregate.laws import (
     same_walkers,
 )
 from tests.support.exchanges import owner_of
+from tests.support.extent import part
 from tests.support.walks import terms_at
 
 WIRE_DTYPES = {
@@ -40,7 +41,7 @@ OWN_STEPS = ("gossip", "one-bit")
 """Rules whose step is no inner optimizer's, even alone."""
 
 
-@pytest.fixture(params=ROWS, ids=lambda row: row.name, scope="module")
+@pytest.fixture(params=part(ROWS, every=2), ids=lambda row: row.name, scope="module")
 def life(request: pytest.FixtureRequest) -> Life:
     return life_of(request.param)
 

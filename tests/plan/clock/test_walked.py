@@ -20,6 +20,7 @@ from skein.plan.route.job_problem import pose
 from skein.plan.route.plan_routing import routing_of
 from skein.topology.fleet import Fleet, StageTime
 from tests.plan.builders import fleet, fleets, job, jobs, link, planned, skipping_jobs
+from tests.support.extent import examples
 
 
 def slow_lines(num_workers: int, bytes_per_s: float, speed: float = 1e9) -> Fleet:
@@ -53,7 +54,7 @@ def measured(draw: st.DrawFn, spec: JobSpec, on: Fleet) -> Fleet:
     return replace(on, stage_times=tuple(times))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(spec=st.one_of(jobs(), skipping_jobs()), on=fleets(), data=st.data())
 def test_the_walk_is_the_searchs_clock_and_no_closed_form_says_more_than_either(
     spec: JobSpec, on: Fleet, data: st.DataObject

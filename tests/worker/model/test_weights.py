@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from skein.model.decoder import DecoderModel
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.storage.roots import Roots
 from skein.types import Precision
+from tests.support import extent
 from tests.worker.model.builders import DECODERS, MODELS, assert_near, cuts, llama, part, samples, whole
 from worker.model.weights import load_huggingface
 
@@ -49,8 +50,9 @@ def written(model: DecoderModel, directory: Path, *, max_shard_size: str = "1GB"
     return logits
 
 
-@pytest.mark.parametrize("max_shard_size", ["1GB", "8KB"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    ("name", "max_shard_size"), extent.part(list(product(DECODERS, ("1GB", "8KB"))), every=3)
+)
 def test_any_cut_of_what_transformers_saved_gives_its_logits(
     name: str, max_shard_size: str, tmp_path: Path
 ) -> None:
