@@ -17,7 +17,8 @@ class Scripted:
 
 
 @pytest.fixture
-def coordinator() -> Iterator[Scripted]:
+def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
+    monkeypatch.setattr("client.connection._PAUSE_S", 0.01)
     script = Script()
     with serving(script) as target:
         yield Scripted(target, script)

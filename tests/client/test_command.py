@@ -25,12 +25,12 @@ def skein(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
-    [
+    part([
         (["jobs", "--coordinator", "127.0.0.1:9"], 1, "127.0.0.1:9: nothing listens there: start it, or check "),
         (["worker", "up", "--join", "nowhere"], 2, "join: 'nowhere': give host:port, for example"),
         (["coordinator", "up", "--prt", "1"], 2, "error: No such option '--prt'"),
         (["coordinator", "up", "--port", "0"], 2, "port: 0: give a port between 1 and 65535"),
-    ],
+    ], every=2),
 )  # fmt: skip
 def test_errors_are_one_line_without_a_trace(arguments: list[str], code: int, error: str) -> None:
     done = skein(*arguments)
@@ -59,7 +59,7 @@ def test_help_loads_nothing_that_it_does_not_need() -> None:
     assert "submit" in done.stdout
 
 
-@pytest.mark.parametrize("service", ["coordinator", "worker"])
+@pytest.mark.parametrize("service", part(["coordinator", "worker"], every=2))
 def test_help_of_the_services_is_their_own(service: str) -> None:
     done = skein(service, "up", "--help")
     assert done.returncode == 0
@@ -69,7 +69,7 @@ def test_help_of_the_services_is_their_own(service: str) -> None:
 PROGRAMS = [("sim",), ("bench", "wire"), ("bench", "plan"), ("bench", "recovery")]
 
 
-@pytest.mark.parametrize("arguments", part(PROGRAMS, every=2))
+@pytest.mark.parametrize("arguments", part(PROGRAMS, every=4))
 def test_help_of_programs_is_that_of_the_command(arguments: tuple[str, ...]) -> None:
     done = skein(*arguments, "--help")
     assert done.returncode == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.source import PACKAGES, ROOT
+from tests.support.extent import part
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -77,18 +78,21 @@ def test_wheel_has_the_command_and_the_licence(wheel: Path) -> None:
 
 @pytest.mark.parametrize(
     ("absent", "packages", "left_out"),
-    [
-        pytest.param(
-            "torch transformers tokenizers sklearn ray", "client skein", WITH_TORCH, id="client-alone"
-        ),
-        pytest.param(
-            "torch transformers tokenizers sklearn",
-            "client coordinator skein",
-            WITH_TORCH,
-            id="coordinator",
-        ),
-        pytest.param("ray transformers sklearn", "worker skein", "", id="worker"),
-    ],
+    part(
+        [
+            pytest.param(
+                "torch transformers tokenizers sklearn ray", "client skein", WITH_TORCH, id="client-alone"
+            ),
+            pytest.param(
+                "torch transformers tokenizers sklearn",
+                "client coordinator skein",
+                WITH_TORCH,
+                id="coordinator",
+            ),
+            pytest.param("ray transformers sklearn", "worker skein", "", id="worker"),
+        ],
+        every=2,
+    ),
 )
 def test_packages_import_without_what_their_extras_leave_out(
     tmp_path: Path, absent: str, packages: str, left_out: str

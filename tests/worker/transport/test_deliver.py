@@ -333,13 +333,13 @@ async def test_a_peer_that_dies_in_the_midst_of_a_tensor_is_given_up_as_soon() -
 
 
 async def test_a_slow_link_raises_no_suspicion_while_bytes_move() -> None:
-    """Half a second for a part of full size, beyond the least patience; all bytes take five times that."""
+    """A quarter of a second for a part of full size, beyond the least patience; all bytes take five times that."""
     receiver = Receiver()
     num_tensors, num_bytes = 2, 2 * MIB
     async with (
         serving(receiver.service()) as member,
-        over(member, latency_s=0.1, bytes_per_s=2e6) as far,
-        sending(patience=PeerPatience(least_s=0.4)) as sender,
+        over(member, latency_s=0.05, bytes_per_s=4e6) as far,
+        sending(patience=PeerPatience(least_s=0.2)) as sender,
     ):
         for microbatch in range(num_tensors):
             sender.peers.send(far, hop_envelope(microbatch), (tensor_of(num_bytes),))
