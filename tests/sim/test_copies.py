@@ -118,7 +118,7 @@ def test_a_newcomer_fetches_a_snapshot_and_follows_the_commits() -> None:
     assert scene.run_until_ended(4) == [2, 3, 4, 5]
     truth = scene.truth(scene.stage, 6)
     scene.run_until_ended(5)
-    assert scene.world.copies.caught_up(scene.newcomer, scene.stage, Step(6)) == truth
+    assert scene.world.copies.caught_up(scene.newcomer, scene.job, scene.stage, Step(6)) == truth
 
 
 def test_a_copy_that_lags_is_brought_up_to_date_when_its_chunk_is_built() -> None:
@@ -128,10 +128,10 @@ def test_a_copy_that_lags_is_brought_up_to_date_when_its_chunk_is_built() -> Non
     scene.run_until_ended(1)
     scene.tell_commits()
     copies = scene.world.copies
-    assert copies.lag(scene.newcomer, scene.stage, Step(3)) is None
+    assert copies.lag(scene.newcomer, scene.job, scene.stage, Step(3)) is None
     truth = scene.truth(scene.stage, 3)
-    assert copies.lag(scene.newcomer, scene.stage, Step(3)) == 1
-    assert copies.caught_up(scene.newcomer, scene.stage, Step(3)) == truth
+    assert copies.lag(scene.newcomer, scene.job, scene.stage, Step(3)) == 1
+    assert copies.caught_up(scene.newcomer, scene.job, scene.stage, Step(3)) == truth
 
 
 @pytest.mark.parametrize(
@@ -189,4 +189,4 @@ def test_a_backup_serves_others_when_its_donors_have_moved_on() -> None:
     scene.run_until_ended(1)
     run_until(scene.world, lambda world: version_of(world) >= 4)
     assert scene.world.copies.fixed(scene.newcomer, scene.stage, Step(2)) == truth
-    assert scene.world.copies.caught_up(scene.newcomer, scene.stage, Step(4)) is None
+    assert scene.world.copies.caught_up(scene.newcomer, scene.job, scene.stage, Step(4)) is None

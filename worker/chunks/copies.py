@@ -1,7 +1,7 @@
 """Copies of stages on this worker: those it takes of its own chunks, those it fetches, and what peers get of them."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import assert_never
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from skein.config.job import read_spec
 from skein.errors import LocalError, SkeinError, UnfitError
 from skein.protocol.messages.directives import ChunkVersion, Member, OpenData, Prefetch
+from skein.protocol.worker.keeping.shelf import CopyShelf, failure_of
 from skein.protocol.worker.worker_io import (
     DropCopies,
     FollowCommit,
@@ -23,7 +24,7 @@ from skein.types import Generation, JobId, StageIndex, StageSpec, Step
 from skein.units import format_bytes
 from skein.wire.extra import FetchStateRequest, StateKind
 from worker.bundle import WireTensor, to_torch, to_wire
-from worker.chunks.fetched import FetchedCopy, Givers, failure_of
+from worker.chunks.fetched import FetchedCopy, Givers
 from worker.data.opening import Datasets
 from worker.executor import Executor, one_line
 
@@ -56,8 +57,7 @@ class ChunkCopies:
         self._loop = asyncio.get_running_loop()
         self._from: tuple[asyncio.TaskGroup, Givers] | None = None
         self._job: JobId | None = None
-        self._backups: dict[tuple[StageSpec, Step], FetchedCopy] = {}
-        self._followed: dict[StageSpec, FetchedCopy] = {}
+        self._shelf = CopyShelf(self._new_copy)
 
     def start(self, group: asyncio.TaskGroup, givers: Givers, datasets: Datasets | None = None) -> None:
         """Have copies fetched from `givers` from here on, in `group`; `datasets` opens data that will be wanted."""
@@ -67,19 +67,15 @@ class ChunkCopies:
 
     def close(self) -> None:
         """End what is still going on."""
-        for copy in self._fetched():
+        for copy in self._shelf:
             copy.halt()
 
     def forget(self) -> None:
         """The job is over: drop everything."""
         self.close()
         self._job = None
-        self._backups.clear()
-        self._followed.clear()
+        self._shelf.clear()
         self._executor.call(self._snapshots.clear)
-
-    def _fetched(self) -> Iterable[FetchedCopy]:
-        return (*self._backups.values(), *self._followed.values())
 
     # --- snapshots of chunks that are held here ---
 
@@ -122,10 +118,8 @@ class ChunkCopies:
     def _kept(self, job: JobId, stage: StageIndex, version: Step) -> Mapping[str, WireTensor] | None:
         """A copy that stays as it is; after another cut, of all stages of that index."""
         found = dict(self._snapshots.state_of(job, stage, version) or {})
-        for (spec, at), copy in self._backups.items():
-            is_it = (copy.prefetch.job, spec.index, at) == (job, stage, version)
-            if is_it and copy.state is not None:
-                found |= copy.tensors
+        for copy in self._shelf.backups(job, stage, version):
+            found |= copy.tensors
         return found or None
 
     # --- what chunks are built from ---
@@ -139,10 +133,8 @@ class ChunkCopies:
         self, job: JobId, stage: StageSpec, version: Step, members: Sequence[Member]
     ) -> Mapping[str, Tensor] | None:
         """The copy that follows `stage`, brought to `version` by results of `members`; None: it cannot get there."""
-        copy = self._followed.get(stage)
-        if copy is None or copy.prefetch.job != job:
-            return None
-        return await copy.caught_up(version, members)
+        copy = self._shelf.followed(job, stage)
+        return None if copy is None else await copy.caught_up(version, members)
 
     # --- commands ---
 
@@ -155,8 +147,8 @@ class ChunkCopies:
                 assert self._from is not None
                 self._from[0].create_task(self._open(command.opens))
             case FollowCommit():
-                followed = self._followed.get(command.stage)
-                if followed is not None and followed.prefetch.job == command.job:
+                followed = self._shelf.followed(command.job, command.stage)
+                if followed is not None:
                     followed.follow(command.record)
             case DropCopies():
                 self._drop(command)
@@ -176,39 +168,25 @@ class ChunkCopies:
 
     def _start(self, prefetch: Prefetch) -> None:
         self._job = prefetch.job
-        place = (prefetch.stage, prefetch.version)
-        copy = self._backups.get(place) if prefetch.is_backup else self._followed.get(prefetch.stage)
-        if copy is None or copy.prefetch.version != prefetch.version:
-            try:
-                copy = self._new_copy(prefetch)
-            except LocalError as error:
-                self._post(failure_of(prefetch, str(error)))
-                return
-        if prefetch.is_backup:
-            self._backups[place] = copy
-        else:
-            self._followed[prefetch.stage] = copy
-        copy.go_on(prefetch)
+        try:
+            self._shelf.asked(prefetch).go_on(prefetch)
+        except LocalError as error:
+            self._post(failure_of(prefetch, str(error)))
 
     def _new_copy(self, prefetch: Prefetch) -> FetchedCopy:
         assert self._from is not None
         group, givers = self._from
         copy = FetchedCopy(prefetch, group=group, givers=givers, post=self._post, patience_s=self._patience_s)
-        taken_bytes = sum(other.num_bytes for other in self._fetched())
+        taken_bytes = sum(other.num_bytes for other in self._shelf)
         if taken_bytes + copy.num_bytes > self._memory_bytes:
             free = format_bytes(self._memory_bytes - taken_bytes)
             raise LocalError(f"the copy takes {format_bytes(copy.num_bytes)}, and {free} are left for it")
         return copy
 
     def _drop(self, command: DropCopies) -> None:
-        for stage in command.followed:
-            followed = self._followed.pop(stage, None)
-            if followed is not None:
-                followed.halt()
+        for copy in self._shelf.drop(command):
+            copy.halt()
         above = command.above
-        for place in list(self._backups):
-            if place[1] < command.backups_before or (above is not None and place[1] > above):
-                self._backups.pop(place).halt()
         if above is not None:
             self._executor.call(partial(self._snapshots.drop_above, above))
             self._executor.call(self._complete_snapshots)

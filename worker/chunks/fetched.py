@@ -8,7 +8,6 @@ Rules of this file
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -19,8 +18,9 @@ from skein.errors import LocalError, RemoteError
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.gradients import digest
 from skein.protocol.messages.directives import Member, Prefetch, StepRecord
+from skein.protocol.worker.keeping.shelf import ShelvedCopy, failure_of, kind_of
 from skein.protocol.worker.keeping.snapshots import changes
-from skein.protocol.worker.worker_io import CopyKind, PrefetchEnded, PrefetchFailed, WorkerEvent
+from skein.protocol.worker.worker_io import WorkerEvent
 from skein.types import GroupId, JobId, StageIndex, Step, parse_group
 from skein.units import format_bytes
 from worker.bundle import WireTensor, to_torch
@@ -53,7 +53,7 @@ class Givers(Protocol):
     ) -> Mapping[str, WireTensor]: ...
 
 
-class FetchedCopy:
+class FetchedCopy(ShelvedCopy):
     """Copy fetched whole, then brought up to date by the records that it is given. Work on it goes on in `group`.
 
     Args:
@@ -73,11 +73,9 @@ class FetchedCopy:
         post: Callable[[WorkerEvent], None],
         patience_s: float,
     ) -> None:
+        super().__init__(prefetch)
         self._job = read_spec(prefetch.job_spec)
-        self.prefetch = prefetch
-        self.version = prefetch.version
-        self.state: dict[str, Tensor] | None = None
-        """None until it is whole."""
+        self._state: dict[str, Tensor] = {}
         sizes = state_sizes(self._job, prefetch.stage)
         self.num_bytes = sum(sizes.values())
         self._group = group
@@ -85,8 +83,6 @@ class FetchedCopy:
         self._post = post
         self._patience_s = patience_s
         self._gathering = StateGathering(self._fetch_some, sizes, patience_s=patience_s)
-        self._records: deque[StepRecord] = deque()
-        """Committed and not applied here yet, the oldest first."""
         self._working: asyncio.Task[None] | None = None
         self._applying: asyncio.Future[None] | None = None
         self._is_catching_up = False
@@ -107,7 +103,7 @@ class FetchedCopy:
 
     def follow(self, record: StepRecord) -> None:
         """The next step is committed: apply it when its turn has come."""
-        self._records.append(record)
+        self.records.append(record)
         self._work_on()
 
     def halt(self) -> None:
@@ -120,7 +116,7 @@ class FetchedCopy:
 
         The caller lets no further step be followed before it has copied what it is given.
         """
-        if self.state is None:
+        if not self.is_whole:
             return None
         working, self._working = self._working, None
         if working is not None:
@@ -128,14 +124,14 @@ class FetchedCopy:
         self._is_catching_up = True
         try:
             await _over(working, self._applying)
-            while self.version < version and self._records:
-                await self._take_step(members, patience_s=0.0)
+            while self.lacking(version) and (record := self.due) is not None:
+                await self._take_step(record, members, patience_s=0.0)
         except (RemoteError, LocalError) as error:
             self._warn(error)
         finally:
             self._is_catching_up = False
         if self.version == version:
-            return self.state
+            return self._state
         self._work_on()
         return None
 
@@ -152,21 +148,22 @@ class FetchedCopy:
         """Fetch, then follow the commits as far as they are known; once earlier work has ended."""
         await _over(before, self._applying)
         try:
-            if self.state is None:
+            if not self.is_whole:
                 await self._fetch()
-            while self._records:
-                await self._take_step(self.prefetch.donors, patience_s=self._patience_s)
-                self._tell_version()
+            while (record := self.due) is not None:
+                await self._take_step(record, self.prefetch.donors, patience_s=self._patience_s)
+                self._post(self.ended())
         except (RemoteError, LocalError, MemoryError) as error:
             self._warn(error)
-            if self.state is None:
+            if not self.is_whole:
                 self._post(failure_of(self.prefetch, one_line(error)))
 
     async def _fetch(self) -> None:
         loop, prefetch = asyncio.get_running_loop(), self.prefetch
         began_s = loop.time()
         await self._gathering.run(prefetch.donors)
-        self.state = {name: to_torch(tensor) for name, tensor in self.tensors.items()}
+        self._state = {name: to_torch(tensor) for name, tensor in self.tensors.items()}
+        self.is_whole = True
         _log.info(
             "stage=%d version=%d copy=%s here: %s from %s in %.1f s",
             prefetch.stage.index,
@@ -176,7 +173,7 @@ class FetchedCopy:
             ",".join(donor.worker for donor in prefetch.donors),
             loop.time() - began_s,
         )
-        self._tell_version()
+        self._post(self.ended())
 
     async def _fetch_some(self, donor: Member, names: frozenset[str]) -> Mapping[str, WireTensor]:
         prefetch = self.prefetch
@@ -186,9 +183,8 @@ class FetchedCopy:
             donor, prefetch.job, prefetch.stage.index, prefetch.version, names
         )
 
-    async def _take_step(self, members: Sequence[Member], *, patience_s: float) -> None:
-        """Apply the oldest record."""
-        record = self._records[0]
+    async def _take_step(self, record: StepRecord, members: Sequence[Member], *, patience_s: float) -> None:
+        """Apply the step that is due."""
         results: Mapping[GroupId, Tensor] = {}
         if changes(record, self.prefetch.stage.index):
             results = await self._results(record, members, patience_s=patience_s)
@@ -198,17 +194,15 @@ class FetchedCopy:
 
     def _apply(self, record: StepRecord, results: Mapping[GroupId, Tensor]) -> None:
         """On a thread of its own: the update, and what it makes true, together."""
-        assert self.state is not None
         bring_forward(
-            self.state,
+            self._state,
             record,
             results,
             stage=self.prefetch.stage.index,
             model=self._job.model,
             rule=rule_of(self._job.aggregation, self._job.optimizer),
         )
-        self._records.popleft()
-        self.version = Step(record.step + 1)
+        self.stepped()
 
     async def _results(
         self, record: StepRecord, members: Sequence[Member], *, patience_s: float
@@ -248,34 +242,9 @@ class FetchedCopy:
                 )
         return results
 
-    # --- what is told ---
-
-    def _tell_version(self) -> None:
-        prefetch = self.prefetch
-        ended = PrefetchEnded(
-            job=prefetch.job, stage=prefetch.stage, version=self.version, kind=kind_of(prefetch)
-        )
-        self._post(ended)
-
     def _warn(self, error: BaseException) -> None:
         where = (self.prefetch.stage.index, self.version)
         _log.warning("stage=%d copy stays at version=%d: %s", *where, one_line(error))
-
-
-def kind_of(prefetch: Prefetch) -> CopyKind:
-    """Purpose of the copy."""
-    return CopyKind.BACKUP if prefetch.is_backup else CopyKind.FOLLOWED
-
-
-def failure_of(prefetch: Prefetch, reason: str) -> PrefetchFailed:
-    """Event that tells the machine of a copy that cannot be had."""
-    return PrefetchFailed(
-        job=prefetch.job,
-        stage=prefetch.stage,
-        version=prefetch.version,
-        kind=kind_of(prefetch),
-        reason=reason,
-    )
 
 
 async def _over(*works: asyncio.Future[None] | None) -> None:

@@ -19,7 +19,7 @@ from skein.sim.processes.copies import SimCopies
 from skein.sim.processes.data import LACKING, SimData
 from skein.sim.processes.store import Store
 from skein.sim.processes.worker import SimWorker
-from skein.types import StageIndex, StageSpec, Step, WorkerId
+from skein.types import JobId, StageIndex, StageSpec, Step, WorkerId
 
 BUILD_S = 0.05
 SAVE_S = 0.5
@@ -73,7 +73,9 @@ class Builds:
     def begin(self, worker: SimWorker, command: Build) -> None:
         """Start a build; a newer one, or `cancel`, makes it void."""
         worker.build += 1
-        seconds = max((self._fetch_s(worker, c) for c in command.assign.chunks), default=0.0)
+        seconds = max(
+            (self._fetch_s(worker, command.assign.job, c) for c in command.assign.chunks), default=0.0
+        )
         built = partial(self._built, worker, command, worker.build)
         self._clock.after(BUILD_S + seconds, partial(worker.when_running, built))
 
@@ -83,14 +85,14 @@ class Builds:
             self._times[stage] = stage_times(self._job, self._layers, stage)
         return self._times[stage]
 
-    def _fetch_s(self, worker: SimWorker, chunk: ChunkAssignment) -> float:
+    def _fetch_s(self, worker: SimWorker, job: JobId, chunk: ChunkAssignment) -> float:
         source = chunk.source
         if source.neighbours:
             return sum(self._parameters_s(worker, neighbour) for neighbour in source.neighbours)
         if source.peer is None or source.peer not in self._workers:
             return 0.0
         link = self._network.link(source.peer, worker.machine.identity.worker)
-        lag = self.copies.lag(worker, chunk.stage, source.version)
+        lag = self.copies.lag(worker, job, chunk.stage, source.version)
         parameters = 3 if lag is None else lag
         return link.latency_s + parameters * self.times_of(chunk.stage).parameter_bytes / link.bytes_per_s
 
@@ -177,7 +179,7 @@ class Builds:
             case StatePlace.COPY:
                 return self.copies.kept(worker, stage, version)
             case StatePlace.FOLLOWED:
-                return self.copies.caught_up(worker, stage, version)
+                return self.copies.caught_up(worker, assign.job, stage, version)
             case _:
                 donor = self._workers.get(look.peers[0].worker)
                 is_let_in = donor is not None and donor.machine.gate.may_fetch(look.peers[0].door)

@@ -4,20 +4,18 @@ As elsewhere in the simulator a lineage stands for state. Bytes go over the mode
 these with training as real streams do; donors take pieces off one list, each as fast as its link.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 
 from skein.protocol.messages.directives import ChunkVersion, Prefetch, StepRecord
+from skein.protocol.worker.keeping.shelf import CopyShelf, ShelvedCopy, failure_of
 from skein.protocol.worker.keeping.snapshots import SnapshotTerm, changes, outlived
 from skein.protocol.worker.ops import SnapshotOp
 from skein.protocol.worker.worker_io import (
-    CopyKind,
     DropCopies,
     FollowCommit,
-    PrefetchEnded,
-    PrefetchFailed,
     SnapshotsHeld,
     StartPrefetch,
     WorkerEvent,
@@ -44,29 +42,18 @@ Place = tuple[StageSpec, Step]
 LineageNow = Callable[[JobId, StageSpec, str], str]
 
 
-@dataclass(slots=True)
-class _Copy:
+class _Copy(ShelvedCopy):
     """A copy that is being fetched, or is here; `lineage` is known from the first piece on."""
 
-    prefetch: Prefetch
-    version: Step
-    lineage: str | None = None
-    pieces: int = NUM_PIECES
-    """Not asked for yet."""
-    arrived: int = 0
-    busy: Counter[WorkerId] = field(default_factory=Counter)
-    retries: int = 0
-    is_dropped: bool = False
-    is_applying: bool = False
-    records: deque[StepRecord] = field(default_factory=deque)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.arrived == NUM_PIECES
-
-    @property
-    def kind(self) -> CopyKind:
-        return CopyKind.BACKUP if self.prefetch.is_backup else CopyKind.FOLLOWED
+    def __init__(self, prefetch: Prefetch) -> None:
+        super().__init__(prefetch)
+        self.lineage: str | None = None
+        self.pieces = NUM_PIECES
+        """Not asked for yet."""
+        self.busy: Counter[WorkerId] = Counter()
+        self.retries = 0
+        self.is_dropped = False
+        self.is_applying = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,16 +69,7 @@ class _Shelf:
 
     snapshots: dict[Place, _Snapshot] = field(default_factory=dict)
     results: set[Place] = field(default_factory=set)
-    backups: dict[Place, _Copy] = field(default_factory=dict)
-    followed: dict[StageSpec, _Copy] = field(default_factory=dict)
-
-    def fixed(self, stage: StageSpec, version: Step) -> str | None:
-        """Lineage of a copy that stays as it is."""
-        backup = self.backups.get((stage, version))
-        found = self.snapshots.get((stage, version))
-        if found is not None:
-            return found.lineage
-        return backup.lineage if backup is not None and backup.is_whole else None
+    fetched: CopyShelf[_Copy] = field(default_factory=lambda: CopyShelf(_Copy))
 
     def thin_out(self, stage: StageSpec) -> None:
         """Let go of what is too old."""
@@ -102,10 +80,6 @@ class _Shelf:
         self.results = {
             (x, step) for x, step in self.results if x != stage or (keeping and step >= min(keeping))
         }
-
-    def all(self) -> Iterable[_Copy]:
-        yield from self.backups.values()
-        yield from self.followed.values()
 
 
 class SimCopies:
@@ -141,7 +115,7 @@ class SimCopies:
 
     def forget(self, worker: SimWorker) -> None:
         """The job is over for this process."""
-        for copy in self._shelf(worker).all():
+        for copy in self._shelf(worker).fetched:
             copy.is_dropped = True
         self._shelves.pop(worker.machine.identity.incarnation)
 
@@ -189,51 +163,38 @@ class SimCopies:
 
     def kept(self, worker: SimWorker, stage: StageSpec, version: Step) -> str | None:
         """Lineage of a snapshot or backup of a worker at a version; None if it has none."""
-        return self._shelf(worker).fixed(stage, version)
+        shelf = self._shelf(worker)
+        found = shelf.snapshots.get((stage, version))
+        if found is not None:
+            return found.lineage
+        backups = (x for x in shelf.fetched if x.prefetch.is_backup and x.prefetch.stage == stage)
+        return next((x.lineage for x in backups if x.version == version and x.is_whole), None)
 
-    def lag(self, worker: SimWorker, stage: StageSpec, version: Step) -> int | None:
+    def lag(self, worker: SimWorker, job: JobId, stage: StageSpec, version: Step) -> int | None:
         """Number of results that a followed copy still needs for `version`; None if it cannot get there."""
-        copy = self._shelf(worker).followed.get(stage)
-        if copy is None or not copy.is_whole or copy.version > version:
+        copy = self._shelf(worker).fetched.followed(job, stage)
+        missing = None if copy is None else copy.lacking(version)
+        if copy is None or missing is None:
             return None
-        missing = list(copy.records)[: version - copy.version]
-        is_known = len(missing) == version - copy.version
-        is_there = all(
-            self._giver(worker, copy, record) is not None
-            for record in missing
-            if changes(record, stage.index)
-        )
-        return sum(changes(record, stage.index) for record in missing) if is_known and is_there else None
+        wanted = [record for record in missing if changes(record, stage.index)]
+        is_there = all(self._giver(worker, copy, record) is not None for record in wanted)
+        return len(wanted) if is_there else None
 
-    def caught_up(self, worker: SimWorker, stage: StageSpec, version: Step) -> str | None:
+    def caught_up(self, worker: SimWorker, job: JobId, stage: StageSpec, version: Step) -> str | None:
         """Lineage of a followed copy brought to `version`; None as for `lag`."""
-        if self.lag(worker, stage, version) is None:
+        copy = self._shelf(worker).fetched.followed(job, stage)
+        if copy is None or self.lag(worker, job, stage, version) is None:
             return None
-        copy = self._shelf(worker).followed[stage]
-        assert copy.lineage is not None
-        lineage = copy.lineage
-        for record in list(copy.records)[: version - copy.version]:
-            lineage = lineage_after(lineage, record)
-        return lineage
+        return reduce(lineage_after, copy.lacking(version) or (), copy.lineage or "")
 
     # --- fetching ---
 
     def start(self, worker: SimWorker, command: StartPrefetch) -> None:
         """Begin to fetch a copy, or go on with other donors."""
-        prefetch, shelf = command.prefetch, self._shelf(worker)
-        stage, version = prefetch.stage, prefetch.version
-        known = shelf.backups.get((stage, version)) if prefetch.is_backup else shelf.followed.get(stage)
-        if known is not None and known.prefetch.version == version:
-            known.prefetch = prefetch
-            self._fetch(worker, known)
-            self._advance(worker, known)
-            return
-        copy = _Copy(prefetch, version)
-        if prefetch.is_backup:
-            shelf.backups[stage, version] = copy
-        else:
-            shelf.followed[stage] = copy
+        copy = self._shelf(worker).fetched.asked(command.prefetch)
+        copy.prefetch, copy.retries = command.prefetch, 0
         self._fetch(worker, copy)
+        self._advance(worker, copy)
 
     def _fetch(self, worker: SimWorker, copy: _Copy) -> None:
         """Ask every donor that is there and idle for a piece; look again later if there is none at all."""
@@ -288,14 +249,14 @@ class SimCopies:
         if copy.is_dropped:
             return
         if donor.is_alive:
-            copy.arrived += 1
             copy.retries = 0
         else:
             copy.pieces += 1
+        copy.is_whole = not copy.pieces and not copy.busy.total()
         if not copy.is_whole:
             self._fetch(worker, copy)
             return
-        self._tell(worker, copy)
+        self._give(worker, copy.ended())
         self._advance(worker, copy)
 
     def _look_again(self, worker: SimWorker, copy: _Copy) -> None:
@@ -304,30 +265,13 @@ class SimCopies:
             again = partial(worker.when_running, partial(self._fetch, worker, copy))
             self._clock.after(RETRY_S, again)
             return
-        copy.is_dropped = True
-        shelf = self._shelf(worker)
-        shelf.backups = {place: x for place, x in shelf.backups.items() if x is not copy}
-        shelf.followed = {stage: x for stage, x in shelf.followed.items() if x is not copy}
-        prefetch = copy.prefetch
-        failed = PrefetchFailed(
-            job=prefetch.job,
-            stage=prefetch.stage,
-            version=copy.version,
-            kind=copy.kind,
-            reason="no donor has it",
-        )
-        self._give(worker, failed)
-
-    def _tell(self, worker: SimWorker, copy: _Copy) -> None:
-        prefetch = copy.prefetch
-        ended = PrefetchEnded(job=prefetch.job, stage=prefetch.stage, version=copy.version, kind=copy.kind)
-        self._give(worker, ended)
+        self._give(worker, failure_of(copy.prefetch, "no donor has it"))
 
     # --- following ---
 
     def follow(self, worker: SimWorker, command: FollowCommit) -> None:
         """A step is committed that a copy has to take part in."""
-        copy = self._shelf(worker).followed.get(command.stage)
+        copy = self._shelf(worker).fetched.followed(command.job, command.stage)
         if copy is not None:
             copy.records.append(command.record)
             copy.retries = 0
@@ -335,9 +279,9 @@ class SimCopies:
 
     def _advance(self, worker: SimWorker, copy: _Copy) -> None:
         """Apply the oldest result that is missing, when it has come."""
-        if copy.is_dropped or copy.is_applying or not copy.is_whole or not copy.records:
+        stage, record = copy.prefetch.stage, copy.due
+        if copy.is_dropped or copy.is_applying or record is None:
             return
-        stage, record = copy.prefetch.stage, copy.records[0]
         if not changes(record, stage.index):
             self._apply(worker, copy)
             return
@@ -365,11 +309,10 @@ class SimCopies:
         copy.is_applying = False
         if copy.is_dropped:
             return
-        assert copy.lineage is not None
-        record = copy.records.popleft()
-        copy.lineage = lineage_after(copy.lineage, record)
-        copy.version = Step(record.step + 1)
-        self._tell(worker, copy)
+        assert copy.lineage is not None and copy.due is not None
+        copy.lineage = lineage_after(copy.lineage, copy.due)
+        copy.stepped()
+        self._give(worker, copy.ended())
         self._advance(worker, copy)
 
     # --- dropping ---
@@ -377,13 +320,8 @@ class SimCopies:
     def drop(self, worker: SimWorker, command: DropCopies) -> None:
         """Let go of what is of no more use."""
         shelf, above = self._shelf(worker), command.above
-        for stage in command.followed:
-            copy = shelf.followed.pop(stage, None)
-            if copy is not None:
-                copy.is_dropped = True
-        for place in sorted(shelf.backups, key=lambda place: (place[0].index, place[1])):
-            if place[1] < command.backups_before or (above is not None and place[1] > above):
-                shelf.backups.pop(place).is_dropped = True
+        for copy in shelf.fetched.drop(command):
+            copy.is_dropped = True
         if above is not None:
             shelf.snapshots = {place: x for place, x in shelf.snapshots.items() if place[1] <= above}
             shelf.results = {place for place in shelf.results if place[1] < above}
