@@ -22,7 +22,7 @@ from skein.protocol.messages.reports import Beat, LinksMeasured, PeersSeen, Repo
 from skein.protocol.messages.tensors import Envelope
 from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.keeping.desk import is_logged, key_of
-from skein.protocol.worker.ops import ApplyOp, OpFailed, SnapshotOp, TensorKey
+from skein.protocol.worker.ops import ApplyOp, OpFailed, TensorKey
 from skein.protocol.worker.worker import Worker
 from skein.storage.outside import Outside
 from skein.topology.fleet import Link, Profile
@@ -113,6 +113,8 @@ class WorkerDriver:
         self._generation = machine.generation
         self._building: asyncio.Task[io.Built | io.BuildFailed] | None = None
         self._children: set[asyncio.Task[None]] = set()
+        self._saved: Saved | None = None
+        """Copied by the op that has ended last, till the machine says that it is to be written."""
         self._num_saving = 0
         self._timer: asyncio.TimerHandle | None = None
         self._exit: io.Exit | None = None
@@ -157,6 +159,8 @@ class WorkerDriver:
                 self._report(command.report)
             case io.RunOp():
                 self._run_op(command)
+            case io.Complete():
+                self._complete()
             case io.SendTensor():
                 self._send(command)
             case io.DropTensor():
@@ -232,10 +236,7 @@ class WorkerDriver:
         self._tell_lost(self._desk.ended(op, generation, None if is_failed else done.outputs))
         if isinstance(op, ApplyOp) and not is_failed:
             self._metrics.step_ended(now=self._loop.time())
-        if isinstance(op, SnapshotOp) and self._machine.job is not None:
-            self._copies.snapshot_begun(self._machine.job)
-        if done.saved is not None:
-            self._keep_saving(done.saved)
+        self._saved = done.saved
         self._inbox.post(io.OpEnded(op=op, outcome=done.outcome, seconds=ran.seconds))
 
     def _forget_job(self) -> None:
@@ -283,9 +284,13 @@ class WorkerDriver:
         if self._building is not None and not self._builder.is_installing:
             self._building.cancel()
 
-    def _keep_saving(self, saved: Saved) -> None:
-        self._num_saving += 1
-        self._begin(self._save(saved))
+    def _complete(self) -> None:
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self._num_saving += 1
+            self._begin(self._save(saved))
+        elif self._machine.job is not None:
+            self._copies.snapshot_begun(self._machine.job)
 
     async def _save(self, saved: Saved) -> None:
         event = await self._saver.save(saved)

@@ -6,6 +6,7 @@ lose what was in flight when they break, tensors travel over modelled links, ops
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 from numpy.random import Generator as Draw
 
@@ -235,6 +236,13 @@ class World(SimService):
         if worker is not None and keys:
             self._give(worker, io.LogShortened(keys=keys, is_wanted=False))
 
+    def crowd_worker(self, name: WorkerId, room_bytes: float, seconds: float) -> None:
+        """Leave a worker so little room for a while that it takes no tensor early while others wait on its desk."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            worker.room_bytes = room_bytes
+            self.clock.after(seconds, partial(setattr, worker, "room_bytes", inf))
+
     def give(self, name: WorkerId, event: io.WorkerEvent) -> None:
         """Give a worker's machine an event."""
         if name in self.workers:
@@ -298,6 +306,10 @@ class World(SimService):
                 self.invariants.begins(worker.machine, command.op)
                 worker.executor.begins(command.op, command.generation)
                 self.clock.after(seconds, partial(self._end_op, worker, command, seconds))
+            case io.Complete(op=SaveOp() as op):
+                self._builds.save(worker, op)
+            case io.Complete(op=SnapshotOp() as op):
+                self.copies.snapshot(worker, op)
             case io.SendTensor():
                 self.transport.send(worker, command)
             case io.SendReport():
@@ -370,13 +382,7 @@ class World(SimService):
         if worker.is_to_forget:
             worker.is_to_forget = False
             worker.executor.forget()
-        elif isinstance(outcome, OpFailed):
-            pass
-        elif isinstance(op, SaveOp):
-            self._builds.save(worker, op)
-        elif isinstance(op, SnapshotOp):
-            self.copies.snapshot(worker, op)
-        elif isinstance(op, ApplyOp):
+        elif isinstance(op, ApplyOp) and not isinstance(outcome, OpFailed):
             self.copies.applied(worker, op.record)
         self._handle(worker, io.OpEnded(op=op, outcome=outcome, seconds=seconds))
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from skein.plan.ops import Direction
-from skein.protocol.messages.directives import ChunkVersion, Decision, Evaluate, Save, StepRecord
+from skein.protocol.messages.directives import ChunkVersion, Decision, Dismiss, Evaluate, Save, StepRecord
 from skein.protocol.messages.reports import (
     Ack,
     CheckpointUnwritten,
@@ -21,12 +21,13 @@ from skein.protocol.worker.ops import (
     JoinOp,
     LossOp,
     OpFailed,
+    OpOutcome,
     PackOp,
     SaveOp,
 )
-from skein.protocol.worker.worker_io import BytesMoved, DropTensor, Exit, RunOp
+from skein.protocol.worker.worker_io import BytesMoved, Complete, DropTensor, Exit, RunOp
 from skein.types import Epoch, Generation, StageIndex, Step, parse_group
-from tests.support.hands import Hand, record
+from tests.support.hands import JOB, Hand, record
 from tests.support.plans import chunk, grid_plan, microbatches, path, plan_of, stage_spec
 from tests.support.reports import attempt, ledger
 from tests.support.stages import (
@@ -369,6 +370,20 @@ def test_a_save_behind_an_update_copies_the_new_version() -> None:
     hand.end()
     ran.append(hand.running)
     assert [type(op) for op in ran] == [ApplyOp, SaveOp]
+
+
+def test_what_was_copied_is_written_unless_it_failed_or_the_job_is_over() -> None:
+    def follows(outcome: OpOutcome, *, is_over: bool) -> list[Complete]:
+        hand = ready()
+        hand.hear(save(0))
+        if is_over:
+            hand.hear(Dismiss(epoch=Epoch(1), job=JOB, may_exit=False))
+        return [command for command in hand.end(outcome) if isinstance(command, Complete)]
+
+    [written] = follows(None, is_over=False)
+    assert isinstance(written.op, SaveOp)
+    assert follows(OpFailed(is_fatal=False, reason="no"), is_over=False) == []
+    assert follows(None, is_over=True) == []
 
 
 def test_a_save_and_what_was_written_carry_the_number_of_the_walker() -> None:

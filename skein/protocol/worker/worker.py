@@ -383,7 +383,7 @@ class Worker:
             case ApplyOp():
                 self._steps.applied(op)
             case SaveOp() | SnapshotOp():
-                pass
+                self._standing.commands.append(io.Complete(op=op))
             case ComputeOp():
                 self._steps.computed(op, outcome)
             case PackOp() | SumOp() | JoinOp():

@@ -21,7 +21,7 @@ from skein.protocol.messages.reports import (
     Report,
 )
 from skein.protocol.messages.tensors import Envelope
-from skein.protocol.worker.ops import HopKey, Op, OpOutcome
+from skein.protocol.worker.ops import HopKey, Op, OpOutcome, SaveOp, SnapshotOp
 from skein.topology.fleet import Profile
 from skein.types import Generation, Incarnation, JobId, SiteId, StageSpec, Step, WorkerId
 
@@ -241,6 +241,16 @@ class RunOp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Complete:
+    """Take further what an op has copied: write it where checkpoints lie, or have it whole and say which are here.
+
+    Answered by CheckpointWritten or CheckpointUnwritten, and by SnapshotsHeld.
+    """
+
+    op: SaveOp | SnapshotOp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendTensor:
     """Send the payload filed under the envelope's header to a peer. A release (evaluation, backward) has none."""
 
@@ -335,6 +345,7 @@ class Exit:
 WorkerCommand = (
     SendReport
     | RunOp
+    | Complete
     | SendTensor
     | DropTensor
     | Build
