@@ -1,7 +1,7 @@
 """Faults of a simulated world, and seeded schedules of them. Whoever dies comes back after a while, all cuts heal."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -47,7 +47,7 @@ def draw_faults(
 ) -> list[Fault]:
     """A seeded schedule, by time."""
     draw = rng.stream(seed, "faults")
-    known = tuple(FAULTS) if kinds is None else kinds
+    known = tuple(kind for kind in FAULTS if kind not in RARE) if kinds is None else kinds
     faults = [
         Fault(
             at_s=float(draw.uniform(0.0, horizon_s)),
@@ -59,6 +59,9 @@ def draw_faults(
         )
         for _ in range(num_faults)
     ]
+    rare = rng.stream(seed, "rarity")
+    if kinds is None and faults and rare.random() < RARE_SHARE:
+        faults[0] = replace(faults[0], kind=RARE[int(rare.integers(len(RARE)))])
     return sorted(faults, key=lambda fault: fault.at_s)
 
 
@@ -147,6 +150,12 @@ def _op(world: World, fault: Fault) -> None:
 def _forget(world: World, fault: Fault) -> None:
     """The boundary log has room for a few entries only."""
     world.shorten_log(fault.worker, num_kept=fault.number % 4)
+
+
+def _crowd(world: World, fault: Fault) -> None:
+    """A worker hears late of commits, and has hardly any room for what others send it of the next step."""
+    world.crowd_worker(fault.worker, fault.number % 3, 2 * fault.seconds)
+    world.mute_worker(fault.worker, fault.seconds / 3, is_heard=True)
 
 
 def _lie(world: World, fault: Fault) -> None:
@@ -384,6 +393,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "drain": _drain,
     "op": _op,
     "forget": _forget,
+    "crowd": _crowd,
     "lie": _lie,
     "third": _third,
     "site": _site,
@@ -411,6 +421,9 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "pause": _pause,
 }
 """By name."""
+RARE = ("crowd",)
+"""Faults that strike in `RARE_SHARE` of the schedules, in the place of another."""
+RARE_SHARE = 1 / 8
 GENTLE = (
     "impostor",
     "stream",
@@ -426,6 +439,7 @@ GENTLE = (
     "delay",
     "storm",
     "forget",
+    "crowd",
     "slow",
     "store_full",
     "store_hangs",

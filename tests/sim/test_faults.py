@@ -8,7 +8,11 @@ import pytest
 from skein.protocol.coordinator.coordinator_io import DrainAsked
 from skein.protocol.coordinator.runs.placing.giving_up import LEAST_S
 from skein.protocol.log.records import GenerationOpened
+from skein.protocol.messages.tensors import Envelope, Refusal
+from skein.protocol.worker.gate import PeerGate
 from skein.sim.faults import GENTLE, Fault, schedule_faults
+from skein.sim.scenario import disturbed, judge
+from skein.sim.shapes import shape_of
 from skein.sim.world import World
 from skein.types import SiteId
 from tests.support.extent import part
@@ -191,3 +195,21 @@ def test_who_was_excluded_for_a_broken_link_is_pardoned_after_a_while_when_no_pl
     run = simulate(job, 0, disturb=disturb)
     assert run.num_rollbacks == 0
     assert 30.0 < run.outcome.seconds < 60.0
+
+
+@pytest.mark.parametrize(("text", "seed"), [("line 2x2", 0), ("loop 3x2 tied", 3)])
+def test_who_has_no_room_lets_nobody_ahead_and_the_curve_stays(
+    text: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, put_off = shape_of(text), []
+    refusal_of = PeerGate.refusal_of
+
+    def seen(gate: PeerGate, envelope: Envelope, *, is_full: bool = False) -> Refusal | None:
+        refusal = refusal_of(gate, envelope, is_full=is_full)
+        if is_full and refusal is Refusal.NOT_YET and refusal_of(gate, envelope) is None:
+            put_off.append(envelope)
+        return refusal
+
+    monkeypatch.setattr(PeerGate, "refusal_of", seen)
+    judge(shape, disturbed(shape, seed=seed, num_faults=6, kinds=("crowd",)))
+    assert put_off

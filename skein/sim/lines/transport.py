@@ -42,6 +42,8 @@ class _Parcel:
     command: SendTensor
     payload: Payload
     since_s: float
+    heard_s: float
+    """Time of the peer's last sign of life; of the first offer before any."""
     is_over: bool = False
     """Whether the peer has taken the tensor, or its sender given it up."""
 
@@ -74,7 +76,8 @@ class Transport:
             lacking = LogShortened(keys=(hop_key(command.envelope.header),), is_wanted=True)
             self._clock.after(0.0, partial(self._give, sender, lacking))
             return
-        self._offer(_Parcel(sender, command, payload, self._clock.now))
+        now = self._clock.now
+        self._offer(_Parcel(sender, command, payload, since_s=now, heard_s=now))
 
     def forge(self, name: WorkerId, incarnation: Incarnation) -> None:
         """Offer everybody a result in this worker's name, as who has the token can, but not that one's secret."""
@@ -117,7 +120,7 @@ class Transport:
             self._clock.at(arrival_s + 2 * late_s, partial(self._arrive, parcel))
 
     def _offer_again(self, parcel: _Parcel, reason: str) -> None:
-        if self._clock.now - parcel.since_s >= PATIENCE_S:
+        if self._clock.now - parcel.heard_s >= PATIENCE_S:
             self._give_up(parcel, reason)
         else:
             again = partial(parcel.sender.when_running, partial(self._offer, parcel))
@@ -139,13 +142,14 @@ class Transport:
             return
         if receiver.is_frozen:
             # Its kernel has the bytes, and nobody answers.
-            until_s = parcel.since_s + PATIENCE_S
+            until_s = parcel.heard_s + PATIENCE_S
             self._clock.at(until_s, partial(self._give_up, parcel, "silent"))
         receiver.when_running(partial(self._take, parcel, receiver))
 
     def _take(self, parcel: _Parcel, receiver: SimWorker) -> None:
         envelope = parcel.command.envelope
-        refusal = receiver.machine.gate.refusal_of(envelope)
+        is_full = receiver.executor.desk.num_bytes > receiver.room_bytes
+        refusal = receiver.machine.gate.refusal_of(envelope, is_full=is_full)
         if refusal is not None:
             self._refused(parcel, refusal)
             return
@@ -159,6 +163,7 @@ class Transport:
     def _refused(self, parcel: _Parcel, refusal: Refusal) -> None:
         """Act as the peer's gate says: what is old is of no use to anybody, what is early is offered again."""
         if refusal is Refusal.NOT_YET:
+            parcel.heard_s = self._clock.now
             self._offer_again(parcel, refusal)
         elif refusal is Refusal.STALE:
             parcel.is_over = True

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from numpy.random import Generator as Draw
 
@@ -30,6 +31,8 @@ class SimWorker:
     """Stream of random numbers that mutations of its reports draw from."""
     has_lied: bool = False
     wakes_at: float | None = None
+    room_bytes: float = inf
+    """Bytes on its desk above which it lets in no tensor of a step to come."""
     build: int = 0
     frozen: deque[Action] = field(default_factory=deque)
     up: deque[Action] = field(default_factory=deque)
