@@ -71,6 +71,8 @@ class Exported:
 class AsyncClient:
     """A coordinator. Connects at the first call; use it as a context manager, or `close` it.
 
+    Calls about a job, a worker or a checkpoint raise `NotFound` where there is no such thing.
+
     Args:
         target: host:port of the coordinator, or several with commas between: its own and those of its standbys.
         token: what is in its token file; None where it has none.
@@ -135,7 +137,8 @@ class AsyncClient:
         """
         spec = await asyncio.to_thread(_spec_of, job)
         request = jobs_pb2.SubmitRequest(
-            key=key or new_key(spec),
+            # Names the job's content so that logs can be read, and only this call.
+            key=key or f"{spec.content_hash()[:16]}-{secrets.token_hex(8)}",
             spec=spec.canonical_json(),
             from_job=from_job,
             from_version=from_version,
@@ -163,30 +166,18 @@ class AsyncClient:
         return tuple(codec.LINK.decode(link) for link in reply.links)
 
     async def drain(self, worker: str) -> WorkerStatus:
-        """Takes work away from a worker, step by step, and lets it exit.
-
-        Raises:
-            NotFound: there is no such worker.
-        """
+        """Takes work away from a worker, step by step, and lets it exit."""
         request = jobs_pb2.DrainRequest(worker=worker)
         return codec.WORKER_STATUS.decode(await self._connection.call(lambda at: at.jobs.Drain, request))
 
     async def measure(self, worker: str = "") -> tuple[WorkerStatus, ...]:
-        """Has a worker, or with no name every worker, measure its device again; gives those that were asked.
-
-        Raises:
-            NotFound: there is no such worker.
-        """
+        """Has a worker, or with no name every worker, measure its device again; gives those that were asked."""
         request = jobs_pb2.MeasureRequest(worker=worker)
         reply = await self._connection.call(lambda at: at.jobs.Measure, request)
         return tuple(codec.WORKER_STATUS.decode(found) for found in reply.workers)
 
     async def incidents(self, job: str) -> tuple[Incident, ...]:
-        """Incidents of a job so far and what each cost, oldest first; `log.incident` sums up.
-
-        Raises:
-            NotFound: there is no such job.
-        """
+        """Incidents of a job so far and what each cost, oldest first; `log.incident` sums up."""
         found: list[Incident] = []
         while True:
             request = jobs_pb2.ListIncidentsRequest(job=job, since=len(found))
@@ -196,21 +187,13 @@ class AsyncClient:
                 return tuple(found)
 
     async def checkpoints(self, job: str) -> tuple[CheckpointView, ...]:
-        """The checkpoints of a job that are kept, oldest first, and whether one was found damaged.
-
-        Raises:
-            NotFound: there is no such job.
-        """
+        """The checkpoints of a job that are kept, oldest first, and whether one was found damaged."""
         request = checkpoint_pb2.ListCheckpointsRequest(job=job)
         reply = await self._connection.call(lambda at: at.checkpoint.List, request)
         return tuple(map(codec.CHECKPOINT_VIEW.decode, reply.checkpoints))
 
     async def verify(self, job: str, version: int) -> CheckpointView:
-        """Checkpoint of that version, after the coordinator has read all of it; a damaged one is set aside.
-
-        Raises:
-            NotFound: there is none of this version.
-        """
+        """Checkpoint of that version, after the coordinator has read all of it; a damaged one is set aside."""
         request = checkpoint_pb2.VerifyRequest(job=job, version=version)
         found = await self._connection.call(lambda at: at.checkpoint.Verify, request, is_long=True)
         return codec.CHECKPOINT_VIEW.decode(found)
@@ -291,11 +274,7 @@ class AsyncJob:
         self.is_new = is_new
 
     async def status(self) -> JobStatus:
-        """The job now.
-
-        Raises:
-            NotFound: there is no such job.
-        """
+        """The job now."""
         request = jobs_pb2.GetJobRequest(job=self.id)
         return codec.JOB_STATUS.decode(await self._connection.call(lambda at: at.jobs.Get, request))
 
@@ -350,11 +329,6 @@ class AsyncJob:
         """Loss, gradient norm, rates and the like of every step and evaluation that counts so far."""
         course = Course(await self.history())
         return Metrics(steps=course.steps, evaluations=course.evaluations)
-
-
-def new_key(job: JobSpec) -> str:
-    """A key that only this call has; it names the job's content so that logs can be read."""
-    return f"{job.content_hash()[:16]}-{secrets.token_hex(8)}"
 
 
 def _spec_of(job: JobSpec | Path | str) -> JobSpec:

@@ -117,24 +117,12 @@ class LocalFleet(Services):
         super().__init__(directory / "logs", service_environment(num_workers))
         self.directory = directory
         self.num_workers = num_workers
+        self.state = directory / "state"  # the coordinator's: run log and checkpoints
         self.port, self.metrics_port = free_port(port), free_port(port and port + 1)
+        self.target = f"{HOST}:{self.port}"
+        self.metrics_url = f"http://{HOST}:{self.metrics_port}/metrics"
         self._checkpoints = ["--checkpoint-root", str(checkpoint_root or directory / "checkpoints")]
         self._data = [part for root in data_roots for part in ("--data-root", str(root))]
-
-    @property
-    def target(self) -> str:
-        """host:port of the coordinator."""
-        return f"{HOST}:{self.port}"
-
-    @property
-    def metrics_url(self) -> str:
-        """Address that Prometheus would read."""
-        return f"http://{HOST}:{self.metrics_port}/metrics"
-
-    @property
-    def state(self) -> Path:
-        """The coordinator's state directory: run log and checkpoints."""
-        return self.directory / "state"
 
     def __enter__(self) -> Self:
         self.logs.mkdir(parents=True, exist_ok=True)

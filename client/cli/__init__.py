@@ -12,7 +12,7 @@ from typing import NoReturn
 import click
 
 import skein
-from client.cli.verbs import ProgramVerb, Verb, VerbGroup, Verbs
+from client.cli.verbs import Verb, VerbGroup, Verbs
 from skein.errors import SkeinError, UserError
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -50,8 +50,8 @@ _LAB = _of(
         "down": "End the lab, also one that was killed.",
     },
 )
-_UP_COORDINATOR = ProgramVerb(help="Run a coordinator, hosted on Ray, until SIGTERM.", module="coordinator")
-_UP_WORKER = ProgramVerb(help="Run a worker that joins a coordinator, until SIGTERM.", module="worker")
+_UP_COORDINATOR = Verb(help="Run a coordinator, hosted on Ray, until SIGTERM.", module="coordinator")
+_UP_WORKER = Verb(help="Run a worker that joins a coordinator, until SIGTERM.", module="worker")
 _VERBS: Verbs = {
     **_of("client.cli.demo", {"demo": "Train, export and sample a small model, all on this machine."}),
     **_group("coordinator", "The service that decides.", {"up": _UP_COORDINATOR}),
@@ -90,8 +90,8 @@ _VERBS: Verbs = {
     **_of("client.cli.doctor", {"doctor": "Look for what could go wrong."}),
     **_group("lab", "An emulated WAN on this machine.", _LAB),
     **_of("client.cli.completion", {"completion": "Print what completes commands in a shell."}),
-    "sim": ProgramVerb(help="Simulate a job on a made-up fleet.", module="skein.sim"),
-    "bench": ProgramVerb(help="Run a comparison (source checkout).", module="bench"),
+    "sim": Verb(help="Simulate a job on a made-up fleet.", module="skein.sim"),
+    "bench": Verb(help="Run a comparison (source checkout).", module="bench"),
 }
 
 
@@ -138,12 +138,11 @@ def run(arguments: Sequence[str]) -> int:
         return _fail([error.format_message()], FAILED)
     except click.Abort:
         return INTERRUPTED
-    except UserError as error:
+    except SkeinError as error:
         from client.errors import Refused
 
-        return _fail(str(error).splitlines(), FAILED if isinstance(error, Refused) else USAGE)
-    except SkeinError as error:
-        return _fail([str(error)], FAILED)
+        is_usage = isinstance(error, UserError) and not isinstance(error, Refused)
+        return _fail(str(error).splitlines(), USAGE if is_usage else FAILED)
     except BrokenPipeError:
         # Whoever read our output has heard enough; Python must not complain about it while exiting.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

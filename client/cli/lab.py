@@ -138,8 +138,6 @@ def slow(
     directory: Path,
 ) -> None:
     """Give links between A and B other properties; those not given stay."""
-    if all(value is None for value in (latency, bandwidth, jitter, loss)):
-        raise UserError("slow", f"{a} {b}", "give --latency, --bandwidth, --jitter or --loss")
     request = Slow(
         a=a,
         b=b,
@@ -149,6 +147,8 @@ def slow(
         jitter_s=_parsed("--jitter", jitter, parse_seconds, "'5 ms'"),
         loss=loss,
     )
+    if not request.changes:
+        raise UserError("slow", f"{a} {b}", "give --latency, --bandwidth, --jitter or --loss")
     _change(directory, request, "changed")
 
 

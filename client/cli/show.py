@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -36,19 +37,8 @@ from skein.wire.views import (
 
 T = TypeVar("T")
 
-_WORD_OF_EVENT = {
-    StateChanged: "state_changed",
-    EpochsCounted: "epochs_counted",
-    StepFinished: "step_finished",
-    EvaluationFinished: "evaluation_finished",
-    CheckpointFinished: "checkpoint_finished",
-    GenerationBegun: "generation_begun",
-    WentBack: "went_back",
-    IncidentEnded: "incident_ended",
-    LineLogged: "line_logged",
-    Ended: "ended",
-}
 _NONE = "-"
+_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 # --- JSON ---
@@ -70,7 +60,7 @@ def plain(value: object) -> object:
             return _fields(value) | {"spec": json.loads(value.spec)}
         case JobEvent():
             # Its kind goes before the kind's own fields.
-            word = _WORD_OF_EVENT[type(value.body)]
+            word = _CAPITAL.sub("_", type(value.body).__name__).lower()
             head = {
                 "sequence": value.sequence,
                 "line_number": value.line,

@@ -21,22 +21,16 @@ from skein.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """A command of ours, or a group of them: `attribute` of `module`."""
+    """A command of ours: `attribute` of `module`; without one, a module that is run instead of this program, with the
+    same options.
+    """
 
     help: str
     module: str
-    attribute: str
+    attribute: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramVerb:
-    """A module that is run instead of this program, with the same options."""
-
-    help: str
-    module: str
-
-
-Verbs = Mapping[str, "Verb | ProgramVerb | VerbGroup"]
+Verbs = Mapping[str, "Verb | VerbGroup"]
 """Commands by the names that users type."""
 
 
@@ -60,17 +54,14 @@ class VerbGroup(click.Group):
         return list(self._verbs)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        match self._verbs.get(cmd_name):
-            case Verb() as verb:
-                found: object = getattr(importlib.import_module(verb.module), verb.attribute)
-                assert isinstance(found, click.Command)
-                return found
-            case ProgramVerb() as program:
-                return _Launch(cmd_name, program)
-            case VerbGroup() as group:
-                return group
-            case None:
-                return None
+        verb = self._verbs.get(cmd_name)
+        if not isinstance(verb, Verb):
+            return verb
+        if verb.attribute is None:
+            return _Launch(cmd_name, verb.module)
+        found: object = getattr(importlib.import_module(verb.module), verb.attribute)
+        assert isinstance(found, click.Command)
+        return found
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -99,17 +90,17 @@ class VerbGroup(click.Group):
 class _Launch(click.Command):
     """Becomes another program. All arguments are that program's, `--help` included."""
 
-    def __init__(self, name: str, program: ProgramVerb) -> None:
+    def __init__(self, name: str, module: str) -> None:
         super().__init__(
             name,
             params=[click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)],
             add_help_option=False,
             context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
         )
-        self._program = program
+        self._module = module
 
     def invoke(self, ctx: click.Context) -> NoReturn:
-        launch(self._program.module, ctx.params["arguments"])
+        launch(self._module, ctx.params["arguments"])
 
 
 def launch(module: str, arguments: tuple[str, ...]) -> NoReturn:

@@ -1,7 +1,7 @@
 """Curves drawn with characters: each holds 2 x 4 dots of Braille."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from client.curves.points import Point
 
@@ -23,9 +23,9 @@ def plot(points: Sequence[Point], *, width: int, height: int) -> list[str]:
         width: characters of a line, at least 20.
         height: lines of the drawing itself, at least 2; one more names the steps.
     """
-    losses = [(point.step, point.loss) for point in points if _is_number(point.loss)]
-    marks = [(point.step, point.validation_loss) for point in points if _is_number(point.validation_loss)]
-    both = [(step, value) for step, value in (*losses, *marks) if value is not None]
+    losses = _finite((point.step, point.loss) for point in points)
+    marks = _finite((point.step, point.validation_loss) for point in points)
+    both = losses + marks
     if not both:
         return ["no losses yet"]
     first, last = min(step for step, _ in both), max(step for step, _ in both)
@@ -34,14 +34,12 @@ def plot(points: Sequence[Point], *, width: int, height: int) -> list[str]:
     canvas = _Canvas(num_columns, height)
     sums: dict[int, tuple[float, int]] = {}
     for step, value in losses:
-        assert value is not None
         column = _place(step, first, last, 2 * num_columns)
         total, count = sums.get(column, (0.0, 0))
         sums[column] = total + value, count + 1
     for column, (total, count) in sums.items():
         canvas.dot(column, 4 * height - 1 - _place(total / count, low, high, 4 * height))
     for step, value in marks:
-        assert value is not None
         row = height - 1 - _place(value, low, high, height)
         canvas.mark(_place(step, first, last, num_columns), row)
     labels = {0: f"{high:.4g}", height - 1: f"{low:.4g}"}
@@ -71,8 +69,8 @@ class _Canvas:
         ]
 
 
-def _is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+def _finite(values: Iterable[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    return [(step, value) for step, value in values if value is not None and math.isfinite(value)]
 
 
 def _place(value: float, low: float, high: float, size: int) -> int:

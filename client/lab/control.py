@@ -51,6 +51,11 @@ class Slow(_Message):
     jitter_s: Seconds | None = None
     loss: float | None = None
 
+    @property
+    def changes(self) -> dict[str, float]:
+        """The properties that are given, by name."""
+        return self.model_dump(exclude_none=True, exclude={"do", "a", "b", "is_one_way"})
+
 
 class Heal(_Message):
     """Let links be as the preset says, both ways."""

@@ -13,8 +13,9 @@ import os
 import selectors
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Protocol, assert_never
@@ -100,8 +101,9 @@ class Lab:
             proxies = Proxies(self._network, self._endpoints, self._services.process_of)
             await proxies.open()
             return proxies
-        self._make_namespaces()
         names = tuple(map(self._folder.wan_namespace, self._endpoints))
+        for name in names:
+            namespaces.make(name)
         wan = Wan(self._network, names, tuple(x.address for x in self._endpoints))
         wan.open()
         for endpoint in self._endpoints:
@@ -109,10 +111,6 @@ class Lab:
                 port = None if self._lab.has_closed_homes else endpoint.port
                 namespaces.hide(self._folder.namespace(endpoint), endpoint.listen, forwarded_port=port)
         return wan
-
-    def _make_namespaces(self) -> None:
-        for endpoint in self._endpoints:
-            namespaces.make(self._folder.wan_namespace(endpoint))
 
     async def _start_services(self) -> None:
         write_token(self._folder.token)
@@ -162,17 +160,11 @@ class Lab:
 
     def _slow(self, request: Slow, pair: tuple[int, int]) -> None:
         try:
-            self._network.slow(
-                pair,
-                latency_s=request.latency_s,
-                bytes_per_s=request.bytes_per_s,
-                jitter_s=request.jitter_s,
-                loss=request.loss,
-            )
+            self._network.slow(pair, request.changes)
         except ValueError as error:
             raise UserError("slow", f"{request.a} {request.b}", str(error)) from error
 
-    def _change(self, change: "_Change", pairs: list[tuple[int, int]]) -> Answer:
+    def _change(self, change: Callable[[tuple[int, int]], None], pairs: list[tuple[int, int]]) -> Answer:
         for pair in pairs:
             change(pair)
         assert self._carrier is not None
@@ -198,11 +190,7 @@ class Lab:
         endpoint = self._endpoints[number]
         site = self._lab.preset.sites[endpoint.site]
         return EndpointStatus(
-            name=endpoint.name,
-            site=endpoint.site,
-            address=endpoint.address,
-            port=endpoint.port,
-            is_behind_nat=endpoint.is_behind_nat,
+            **endpoint.model_dump(exclude={"listen"}),
             up_bytes_per_s=site.up,
             down_bytes_per_s=site.down,
             namespace=self._folder.namespace(endpoint) if self._lab.mode == "namespaces" else None,
@@ -219,10 +207,7 @@ class Lab:
                 receiver=self._endpoints[pair[1]].name,
                 is_cut=line.is_cut,
                 is_changed=line.spec != self._network.preset(pair),
-                latency_s=line.spec.latency_s,
-                bytes_per_s=line.spec.bytes_per_s,
-                jitter_s=line.spec.jitter_s,
-                loss=line.spec.loss,
+                **asdict(line.spec),
                 traffic=dict(traffic.get(pair, {})),
             )
             for pair, line in self._network.lines.items()
@@ -233,10 +218,6 @@ def _hurry() -> None:
     """Go before the workers, which would delay packets by computing; children do not inherit it."""
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(_PRIORITY))
-
-
-class _Change(Protocol):
-    def __call__(self, pair: tuple[int, int], /) -> None: ...
 
 
 def main() -> int:

@@ -51,36 +51,22 @@ class LabFile(BaseModel):
 
 
 class LabFolder:
-    """The folder of a lab."""
+    """The folder of a lab: a log of each service and `lab.log`, the token that the coordinator asks for, its state, and
+    the folder to which a `checkpoint.url` may lead.
+
+    `prefix` begins the names of this lab's namespaces; no other folder has the same.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-
-    @property
-    def logs(self) -> Path:
-        """A file for each service, and `lab.log`."""
-        return self.path / "logs"
-
-    @property
-    def token(self) -> Path:
-        """The token that the coordinator asks for."""
-        return self.path / "token"
-
-    @property
-    def coordinator_state(self) -> Path:
-        """The coordinator's state directory."""
-        return self.path / "coordinator"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder to which a `checkpoint.url` may lead."""
-        return self.path / "checkpoints"
-
-    @property
-    def prefix(self) -> str:
-        """Beginning of the names of this lab's namespaces; no other folder has the same."""
+        self.logs = self.path / "logs"
+        self.token = self.path / "token"
+        self.coordinator_state = self.path / "coordinator"
+        self.checkpoints = self.path / "checkpoints"
+        self._lab_file = self.path / "lab.json"
+        self._processes_file = self.path / "processes"
         digest = hashlib.blake2b(os.fsencode(self.path), digest_size=4).hexdigest()
-        return f"skein-{digest}-"
+        self.prefix = f"skein-{digest}-"
 
     def namespace(self, endpoint: Endpoint) -> str:
         """Namespace of the endpoint's processes."""
@@ -155,14 +141,6 @@ class LabFolder:
                     found[number] = psutil.Process(number)
         found.pop(os.getpid(), None)
         return [found[number] for number in sorted(found)]
-
-    @property
-    def _lab_file(self) -> Path:
-        return self.path / "lab.json"
-
-    @property
-    def _processes_file(self) -> Path:
-        return self.path / "processes"
 
 
 def default_folder() -> Path:

@@ -100,6 +100,11 @@ def holders_of(problem: Problem, routing: Routing, stage: int) -> list[int]:
     return [int(worker) for worker in routing.worker_of[begin:end]]
 
 
+def visited(problem: Problem, routing: Routing) -> I64:
+    """(num_microbatches, path_len) chunks that count as visits: in LOOP, the way back to the origin does not."""
+    return routing.path[:, : problem.path_len]
+
+
 # --- the critical way ---
 
 

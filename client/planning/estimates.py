@@ -6,7 +6,7 @@ Rules of this file
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -107,60 +107,42 @@ def estimate_of_job(job: JobSpec) -> Estimate:
         UserError: the model cannot be cut into so many stages.
     """
     stages = cut(job.layers, job.parallel.stages, job.parallel.layout)
-    circles = [
-        Circle(
-            num_parameters=held.num_parameters,
-            num_tensors=held.num_tensors,
-            num_workers=held.ends * job.parallel.replicas,
-        )
-        for held in _held_by_group(job, stages).values()
-    ]
+    circles = list(_circles(job, stages).values())
     return estimate(job, circles, num_workers=job.parallel.stages * job.parallel.replicas)
 
 
 def estimate_of_plan(job: JobSpec, fleet: Fleet, plan: Plan) -> Estimate:
     """Cost of the aggregation of `job` among the holders that `plan` names, over the links of `fleet`."""
     position = {worker.worker: i for i, worker in enumerate(fleet.workers)}
-    links, held_by_group = link_cost_s(fleet), _held_by_group(job, plan.stages)
+    links, asked = link_cost_s(fleet), _circles(job, plan.stages)
     circles = []
     for group in plan.groups:
-        places, held = [position[worker] for worker in group.workers], held_by_group[group.group]
-        circles.append(
-            Circle(
-                num_parameters=held.num_parameters,
-                num_tensors=held.num_tensors,
-                num_workers=len(places),
-                sites=tuple(fleet.workers[i].site for i in places),
-                links=_among(links, places),
-            )
-        )
+        places = [position[worker] for worker in group.workers]
+        sites = tuple(fleet.workers[i].site for i in places)
+        among = _among(links, places)
+        circles.append(replace(asked[group.group], num_workers=len(places), sites=sites, links=among))
     return estimate(job, circles, num_workers=len(plan.workers))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """Parameters and tensors that a group's members hold, and how many workers of one replica are members."""
-
-    num_parameters: int
-    num_tensors: int
-    ends: int = 1
-
-
-def _held_by_group(job: JobSpec, stages: Sequence[StageSpec]) -> Mapping[GroupId, _Held]:
-    """By the names that plans give to groups."""
+def _circles(job: JobSpec, stages: Sequence[StageSpec]) -> Mapping[GroupId, Circle]:
+    """Circles of as many workers as the job asks for, by the names that plans give to groups."""
     layers, word = job.layers, job.word_bytes
     shared = tied_bytes(job, stages) // word
     tensors = [len(layer) for layer in layer_parameters(job.model)]
-    held: dict[GroupId, _Held] = {}
+    replicas = job.parallel.replicas
+    circles: dict[GroupId, Circle] = {}
     for load in stage_loads(job, stages):
         first, stop = load.stage.first, load.stage.stop
         shares = shared > 0 and (first == 0) != (stop == len(layers))
-        num_tensors = sum(tensors[first:stop]) - shares
-        held[Own(load.stage.index)] = _Held(num_parameters=load.own_bytes // word, num_tensors=num_tensors)
+        circles[Own(load.stage.index)] = Circle(
+            num_parameters=load.own_bytes // word,
+            num_tensors=sum(tensors[first:stop]) - shares,
+            num_workers=replicas,
+        )
     if shared:
-        ends = job.parallel.layout.num_ends
-        held[Tied()] = _Held(num_parameters=shared, num_tensors=1, ends=ends)
-    return held
+        num_workers = job.parallel.layout.num_ends * replicas
+        circles[Tied()] = Circle(num_parameters=shared, num_tensors=1, num_workers=num_workers)
+    return circles
 
 
 def _among(links: LinkMatrices, places: Sequence[int]) -> LinkMatrices:

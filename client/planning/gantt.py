@@ -56,7 +56,7 @@ def gantt_svg(problem: Problem, routing: Routing, timeline: Timeline, names: Seq
         '<defs><pattern id="h" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<rect width="5" height="5" fill="#e8e8e8"/><path d="M0 0V5" stroke="#999" stroke-width="2"/></pattern></defs>',
         f'<rect width="{_WIDTH}" height="{_number(sheet.height)}" fill="#fff"/>',
-        f'<text class="t" x="{_MARGIN}" y="22">{escape(sheet.title)}</text>',
+        _text("t", _MARGIN, 22, sheet.title),
         *sheet.legend(),
         *sheet.rows(),
         *sheet.axis(),
@@ -104,11 +104,11 @@ class _Sheet:
             ('class="r"', "aggregation"),
         ):
             parts.append(f'<rect x="{_number(x)}" y="34" width="18" height="11" {mark}/>')
-            parts.append(f'<text class="s" x="{_number(x + 23)}" y="44">{words}</text>')
+            parts.append(_text("s", x + 23, 44, words))
             x += 23 + len(words) * _PIXELS_PER_SIGN + 18
         parts.append(f'<path class="x" stroke="{dark}" stroke-opacity="1" d="M{_number(x)} 45l18 -10"/>')
         words = "boundary tensor on its way; one colour for each microbatch"
-        return [*parts, f'<text class="s" x="{_number(x + 23)}" y="44">{words}</text>']
+        return [*parts, _text("s", x + 23, 44, words)]
 
     def rows(self) -> list[str]:
         """Names, stages and a tint behind every other stage."""
@@ -120,12 +120,9 @@ class _Sheet:
                 parts.append(
                     f'<rect class="b" y="{_number(y)}" width="{_WIDTH}" height="{_number(height)}"/>'
                 )
-            parts.append(
-                f'<text class="s" x="{_MARGIN}" y="{_number(self._baseline(first))}">stage {stage}</text>'
-            )
+            parts.append(_text("s", _MARGIN, self._baseline(first), f"stage {stage}"))
             for chunk, worker in enumerate(holders_of(self._problem, self._routing, stage), first):
-                at = f'x="{_number(self._left - 6)}" y="{_number(self._baseline(chunk))}"'
-                parts.append(f'<text class="e" {at}>{escape(self._names[worker])}</text>')
+                parts.append(_text("e", self._left - 6, self._baseline(chunk), self._names[worker]))
         return parts
 
     def axis(self) -> list[str]:
@@ -133,14 +130,11 @@ class _Sheet:
         bottom = _TOP + self._problem.num_chunks * self._row_height
         parts = []
         for second in _ticks(self._timeline.step_s):
-            x = _number(self._x(second))
-            parts.append(f'<path class="g" d="M{x} {_TOP}V{bottom}"/>')
-            parts.append(f'<text class="s n" x="{x}" y="{bottom + 14}">{second:g}</text>')
-        middle = _number((self._left + _WIDTH) / 2)
-        return [
-            *parts,
-            f'<text class="s n" x="{middle}" y="{bottom + 32}">seconds from the start of the step</text>',
-        ]
+            x = self._x(second)
+            parts.append(f'<path class="g" d="M{_number(x)} {_TOP}V{bottom}"/>')
+            parts.append(_text("s n", x, bottom + 14, f"{second:g}"))
+        middle = (self._left + _WIDTH) / 2
+        return [*parts, _text("s n", middle, bottom + 32, "seconds from the start of the step")]
 
     def reductions(self) -> list[str]:
         """A bar on each holder's row, from the stage's last backward to the end of its aggregation."""
@@ -185,9 +179,9 @@ class _Sheet:
         return [self._numbered(op) for op in wide]
 
     def _numbered(self, op: RoutedOp) -> str:
-        x = _number(self._x(self._begin_s(op) + op.takes_s / 2))
+        x = self._x(self._begin_s(op) + op.takes_s / 2)
         kind = "n w" if _is_dark(op.kind) else "n"
-        return f'<text class="{kind}" x="{x}" y="{_number(self._baseline(op.chunk))}">{op.microbatch}</text>'
+        return _text(kind, x, self._baseline(op.chunk), str(op.microbatch))
 
     def _ways(self, ops: Sequence[RoutedOp]) -> str:
         """Lines from the end of each op to where the tensor arrives, if that is on another worker."""
@@ -240,6 +234,10 @@ def _colours(number: int) -> tuple[str, str]:
     """A light and a dark tone of one hue; neighbours in number are far apart in hue."""
     hue = round(number * _GOLDEN_ANGLE) % 360
     return f"hsl({hue},70%,75%)", f"hsl({hue},65%,32%)"
+
+
+def _text(kind: str, x: float, y: float, words: str) -> str:
+    return f'<text class="{kind}" x="{_number(x)}" y="{_number(y)}">{escape(words)}</text>'
 
 
 def _ticks(seconds: float) -> list[float]:

@@ -13,6 +13,7 @@ from client.planning.account import (
     peak_held,
     reduction_bytes,
     transfer_counts,
+    visited,
 )
 from client.planning.case import KnownProblem, without_reduction
 from client.planning.estimates import Estimate
@@ -191,16 +192,8 @@ def _named(case: KnownProblem, workers: Sequence[int]) -> tuple[str, ...]:
     return tuple(case.names[worker] for worker in workers)
 
 
-def _visited(problem: Problem, routing: Routing) -> list[list[int]]:
-    """Chunks of each microbatch, without LOOP's way back."""
-    visited: list[list[int]] = routing.path[:, : problem.path_len].tolist()
-    return visited
-
-
 def _subsets(problem: Problem, routing: Routing) -> tuple[SubsetRow, ...]:
-    counts = Counter(
-        tuple(int(problem.stage_of[chunk]) for chunk in way) for way in _visited(problem, routing)
-    )
+    counts = Counter(map(tuple, problem.stage_of[visited(problem, routing)].tolist()))
     ranked = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     return tuple(SubsetRow(stages=stages, num_microbatches=count) for stages, count in ranked)
 
@@ -213,7 +206,7 @@ def _paths(case: KnownProblem, problem: Problem, routing: Routing, times: Timeli
             stages=tuple(problem.stage_of[way].tolist()),
             end_s=float(times.end_s[microbatch]),
         )
-        for microbatch, way in enumerate(_visited(problem, routing))
+        for microbatch, way in enumerate(visited(problem, routing))
     )
 
 

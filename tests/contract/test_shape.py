@@ -29,7 +29,9 @@ def public_names(tree: ast.Module) -> set[str]:
         for x in tree.body
         if isinstance(x, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         and not x.name.startswith("_")
-        and not any(ast.unparse(by).startswith("click.command(") for by in x.decorator_list)
+        and not any(
+            ast.unparse(by).startswith(("click.command(", "remote_command")) for by in x.decorator_list
+        )
     }
 
 

@@ -136,8 +136,8 @@ def test_a_cut_drops_everything_one_way_until_it_is_healed() -> None:
 
 def test_slowing_changes_what_is_given_and_healing_all_of_it() -> None:
     network = make_network(SLOW)
-    network.slow((0, 1), bytes_per_s=10.0)
-    network.slow((0, 1), latency_s=5.0)
+    network.slow((0, 1), {"bytes_per_s": 10.0})
+    network.slow((0, 1), {"latency_s": 5.0})
     assert network.lines[0, 1].spec == DirectionSpec(latency_s=5.0, bytes_per_s=10.0)
     assert network.lines[0, 1].send(sent_at(0.0), 10) == TimeSpan(5.0, 6.0)
     network.heal((0, 1))
@@ -150,7 +150,7 @@ def test_slowing_changes_what_is_given_and_healing_all_of_it() -> None:
 def test_impossible_links_are_refused_and_change_nothing(values: dict[str, float]) -> None:
     network = make_network(SLOW)
     with pytest.raises(ValueError, match="give"):
-        network.slow((0, 1), **values)
+        network.slow((0, 1), values)
     assert network.lines[0, 1].spec == SLOW
 
 
@@ -171,7 +171,7 @@ def test_only_quick_endpoints_without_loss_send_in_batches() -> None:
     assert make_network(quick).may_batch(0)
     assert not make_network(quick, accesses=[Access(up_bytes_per_s=1e6), Access()]).may_batch(0)
     network = make_network(quick)
-    network.slow((0, 1), loss=0.001)
+    network.slow((0, 1), {"loss": 0.001})
     assert (network.may_batch(0), network.may_batch(1)) == (False, True)
 
 

@@ -6,10 +6,8 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-import pytest
-
 from client.lab.network.links import DirectionSpec, LabNetwork
-from client.lab.network.proxies import Proxies, holds, socket_of
+from client.lab.network.proxies import Proxies, dialler
 from client.lab.preset import Endpoint
 from client.lab.start import BEHIND_PROXY_HOST, PROXY_HOST
 from tests.support.wan import make_network
@@ -121,18 +119,10 @@ async def test_where_nobody_listens_the_connection_ends() -> None:
         assert await ask(port, b"") == b""
 
 
-def test_sockets_are_found_by_their_ports_and_their_processes() -> None:
+def test_who_dials_is_found_by_the_ports_of_the_connection() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as client,
     ):
-        inode = socket_of(client.getsockname()[1], server.getsockname()[1])
-        assert inode == os.fstat(client.fileno()).st_ino
-        assert holds(os.getpid(), inode)
-        assert not holds(os.getppid(), inode)
-    assert socket_of(client_port := 1, client_port) is None
-
-
-@pytest.mark.parametrize("process", [2**22 - 1])
-def test_a_process_that_has_ended_holds_nothing(process: int) -> None:
-    assert not holds(process, 1)
+        assert dialler(client.getsockname()[1], server.getsockname()[1]) == os.getpid()
+    assert dialler(1, 1) is None

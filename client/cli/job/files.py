@@ -1,7 +1,6 @@
 """`skein job check`, `job schema` and `export`: job files in, weights out."""
 
 import json
-import math
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,18 +16,17 @@ from client.jobfile import read_job
 from client.planning.estimates import estimate_of_job
 from skein.config.job import JobSpec
 from skein.config.load import job_schema
-from skein.model.parameters import parameter_shapes
+from skein.model.parameters import num_parameters
 
 
 def outline(job: JobSpec) -> str:
     """A job in one line: what will be trained, how, and the name of its content; in another what aggregation costs."""
-    num_parameters = sum(math.prod(shape) for shape in parameter_shapes(job.model).values())
     parallel, batch = job.parallel, job.batch
     cost = f"\n{estimate_of_job(job).words}" if parallel.replicas > 1 else ""
     end = end_of_documents(job.data)
     ends = "" if end is None else f", documents end with {end}"
     return (
-        f"{job.name}: {job.model.family} with {count(num_parameters)} parameters, "
+        f"{job.name}: {job.model.family} with {count(num_parameters(job.model))} parameters, "
         f"{parallel.stages} stages x {parallel.replicas} replicas ({parallel.layout}), "
         f"{_length(job)} of {batch.samples} samples, {job.precision}{ends}; "
         f"hash {job.content_hash()[:12]}{cost}"

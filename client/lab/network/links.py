@@ -192,23 +192,14 @@ class LabNetwork:
         """Let nothing through in this direction; what is under way arrives."""
         self.lines[pair].is_cut = True
 
-    def slow(
-        self,
-        pair: tuple[int, int],
-        *,
-        latency_s: float | None = None,
-        bytes_per_s: float | None = None,
-        jitter_s: float | None = None,
-        loss: float | None = None,
-    ) -> None:
-        """Give the link these properties and leave it the others.
+    def slow(self, pair: tuple[int, int], changes: Mapping[str, float]) -> None:
+        """Give the link these properties, by their names in `DirectionSpec`, and leave it the others.
 
         Raises:
             ValueError: no link has such properties.
         """
         line = self.lines[pair]
-        given = {"latency_s": latency_s, "bytes_per_s": bytes_per_s, "jitter_s": jitter_s, "loss": loss}
-        line.change(replace(line.spec, **{name: value for name, value in given.items() if value is not None}))
+        line.change(replace(line.spec, **changes))
 
     def heal(self, pair: tuple[int, int]) -> None:
         """Let the link be as it was at first."""

@@ -9,13 +9,12 @@ Rules of this file
 """
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from math import inf
-from pathlib import Path
 from weakref import WeakSet
+
+import psutil
 
 from client.lab.network.halves import Half
 from client.lab.network.links import LabNetwork, TimeSpan
@@ -24,7 +23,6 @@ from client.lab.preset import Endpoint
 _WINDOW_BYTES = 8 << 20
 """About what Linux lets a connection have under way."""
 _OUTSIDE = -1
-_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 class StreamTimes:
@@ -139,13 +137,9 @@ class Proxies:
         return half
 
     def _sender(self, port: int, dialled_port: int) -> int:
-        socket = socket_of(port, dialled_port)
-        if socket is not None:
-            for i, endpoint in enumerate(self.endpoints):
-                process = self._process_of(endpoint.name)
-                if process is not None and holds(process, socket):
-                    return i
-        return _OUTSIDE
+        process = dialler(port, dialled_port)
+        processes = [self._process_of(endpoint.name) for endpoint in self.endpoints]
+        return _OUTSIDE if process is None or process not in processes else processes.index(process)
 
 
 class _Door(asyncio.Protocol):
@@ -164,27 +158,9 @@ class _Door(asyncio.Protocol):
         self.is_over = True
 
 
-def socket_of(port: int, dialled_port: int) -> int | None:
-    """The inode of the socket of this machine that is bound to `port` and connected to `dialled_port`.
-
-    Source: proc_net_tcp.txt of Linux; both addresses are hexadecimal, the tenth column is the inode.
-    """
-    ends = f":{port:04X}", f":{dialled_port:04X}"
-    for table in _TABLES:
-        with suppress(OSError):
-            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
-                columns = line.split()
-                if columns[1].endswith(ends[0]) and columns[2].endswith(ends[1]):
-                    return int(columns[9])
+def dialler(port: int, dialled_port: int) -> int | None:
+    """The process of this machine whose TCP socket is bound to `port` and connected to `dialled_port`."""
+    for found in psutil.net_connections("tcp"):
+        if found.laddr and found.raddr and (found.laddr.port, found.raddr.port) == (port, dialled_port):
+            return found.pid
     return None
-
-
-def holds(process: int, socket: int) -> bool:
-    """Whether the process has the socket with that inode open."""
-    folder, wanted = f"/proc/{process}/fd", f"socket:[{socket}]"
-    with suppress(OSError):
-        for name in os.listdir(folder):
-            with suppress(OSError):
-                if os.readlink(f"{folder}/{name}") == wanted:
-                    return True
-    return False

@@ -5,8 +5,8 @@ does: ["F" | "L" | "B", microbatch], strictly in turn. Microbatches ascend, for 
 to their origins as they are listed.
 """
 
-from client.planning.account import holders_of, placed_ops
-from skein.plan.route.problem import I64, Problem, Routing
+from client.planning.account import holders_of, placed_ops, visited
+from skein.plan.route.problem import Problem, Routing
 
 
 def plan_document(
@@ -32,14 +32,9 @@ def plan_document(
                 "hops": routing.worker_of[chunks].tolist(),
                 "stages": problem.stage_of[chunks].tolist(),
             }
-            for microbatch, chunks in enumerate(_hops(problem, routing))
+            for microbatch, chunks in enumerate(visited(problem, routing))
         ],
         "order": order,
         "predicted_s": predicted_s,
         "lower_bound_s": lower_bound_s,
     }
-
-
-def _hops(problem: Problem, routing: Routing) -> I64:
-    """(num_microbatches, path_len) chunks that count as visits: in LOOP, the way back to the origin does not."""
-    return routing.path[:, : problem.path_len]

@@ -7,8 +7,9 @@ Rules of this file
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -222,8 +223,7 @@ def _stage_times(workers: Iterable[WorkerSpec]) -> Iterator[StageTime]:
 
 def _links(spec: FleetSpec) -> Iterator[Link]:
     """Directed links between workers, sorted, where any are given."""
-    figures: dict[tuple[str, str], tuple[float, float]] = {}
-    inside = {site.name: _figures(site) for site in spec.sites}
+    figures = {(site.name, site.name): _figures(site) for site in spec.sites}
     for link in spec.links:
         one, other = link.ends
         figures[one, other] = _figures(link)
@@ -231,7 +231,7 @@ def _links(spec: FleetSpec) -> Iterator[Link]:
             figures[other, one] = _figures(link)
     for sender in sorted(spec.workers, key=lambda x: x.name):
         for receiver in sorted(spec.workers, key=lambda x: x.name):
-            known = _known(figures, inside, sender, receiver)
+            known = _known(figures, sender, receiver)
             if known is not None and sender.name != receiver.name:
                 yield Link(
                     sender=WorkerId(sender.name),
@@ -242,21 +242,11 @@ def _links(spec: FleetSpec) -> Iterator[Link]:
 
 
 def _known(
-    figures: dict[tuple[str, str], tuple[float, float]],
-    inside: dict[str, tuple[float, float]],
-    sender: WorkerSpec,
-    receiver: WorkerSpec,
+    figures: Mapping[tuple[str, str], tuple[float, float]], sender: WorkerSpec, receiver: WorkerSpec
 ) -> tuple[float, float] | None:
-    """The nearest that is given: of the workers, of a worker and a site, of the sites, of the site that they share."""
-    for ends in (
-        (sender.name, receiver.name),
-        (sender.name, receiver.site),
-        (sender.site, receiver.name),
-        (sender.site, receiver.site),
-    ):
-        if ends in figures:
-            return figures[ends]
-    return inside[sender.site] if sender.site == receiver.site else None
+    """The nearest that is given: of the workers, of a worker and a site, of the sites or the site that they share."""
+    pairs = product((sender.name, sender.site), (receiver.name, receiver.site))
+    return next((figures[ends] for ends in pairs if ends in figures), None)
 
 
 def _figures(spec: SiteSpec | LinkSpec) -> tuple[float, float]:

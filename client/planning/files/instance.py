@@ -199,11 +199,7 @@ class _Fields:
 
     def vector(self, key: str, length: int) -> F64:
         """(length,) numbers."""
-        value = self._value(key)
-        if not isinstance(value, list) or len(value) != length:
-            found = Words(f"{len(value)} numbers") if isinstance(value, list) else _shown(value)
-            raise UserError(key, found, f"give a list of {length} numbers, one for each worker")
-        return _numbers(key, value, is_above_zero=False)
+        return _numbers(key, _listed(key, self._value(key), length, "worker"), is_above_zero=False)
 
     def vector_or_factor(self, key: str, factor_key: str, forward_s: F64) -> F64:
         """`key` for each worker, or `factor_key` times the forward."""
@@ -222,10 +218,8 @@ class _Fields:
             raise UserError(key, found, f"give a square matrix: {size} rows of {size} numbers")
         rows = np.zeros((size, size))
         for i, row in enumerate(value):
-            if not isinstance(row, list) or len(row) != size:
-                found = Words(f"{len(row)} numbers") if isinstance(row, list) else _shown(row)
-                raise UserError(f"{key}[{i}]", found, f"give a list of {size} numbers, one for each receiver")
-            others = [*row[:i], 1.0, *row[i + 1 :]]
+            others = list(_listed(f"{key}[{i}]", row, size, "receiver"))
+            others[i] = 1.0
             rows[i] = _numbers(f"{key}[{i}]", others, is_above_zero=is_above_zero)
         np.fill_diagonal(rows, 0.0)
         return rows
@@ -234,6 +228,13 @@ class _Fields:
         if self.is_missing(key):
             raise UserError(key, Words("missing"), f"an instance needs {key}")
         return self.instance[key]
+
+
+def _listed(key: str, value: object, length: int, what: str) -> Sequence[object]:
+    if not isinstance(value, list) or len(value) != length:
+        found = Words(f"{len(value)} numbers") if isinstance(value, list) else _shown(value)
+        raise UserError(key, found, f"give a list of {length} numbers, one for each {what}")
+    return value
 
 
 def _numbers(key: str, values: Sequence[object], *, is_above_zero: bool) -> F64:
