@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from client.documents import end_of_documents
+from client.given import STANDARD_INPUT, read_text
 from skein.config.job import (
     BYTES,
     DataSpec,
@@ -24,7 +25,6 @@ from skein.plan.admission import check_admissible, settled_job
 from skein.storage.places import FIELD
 
 _BYTE_VALUES = 256
-_STANDARD_INPUT = (Path("-"), Path("/dev/stdin"))
 
 
 def read_job(path: Path, *, overrides: Sequence[str] = ()) -> JobSpec:
@@ -35,19 +35,9 @@ def read_job(path: Path, *, overrides: Sequence[str] = ()) -> JobSpec:
     Raises:
         UserError: the file cannot be read, or something is wrong with what it says.
     """
-    is_input = path in _STANDARD_INPUT
-    try:
-        text = (_STANDARD_INPUT[-1] if is_input else path).read_text(encoding="utf-8")
-    except OSError as error:
-        hint = f"{error.strerror}; give a job file, such as deploy/config/examples/first-job.yaml"
-        raise UserError("job file", str(path), hint) from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            "job file", str(path), f"byte {error.start} is not UTF-8; save it as UTF-8"
-        ) from error
-    return read_job_text(
-        text, origin=str(path), base=Path() if is_input else path.parent, overrides=overrides
-    )
+    text = read_text("job file", path, hint="give a job file, such as deploy/config/examples/first-job.yaml")
+    base = Path() if path in STANDARD_INPUT else path.parent
+    return read_job_text(text, origin=str(path), base=base, overrides=overrides)
 
 
 def read_job_text(text: str, *, origin: str, base: Path, overrides: Sequence[str] = ()) -> JobSpec:

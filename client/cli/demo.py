@@ -7,12 +7,10 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from types import FrameType
 
 import click
 import yaml
@@ -26,6 +24,7 @@ from client.cli.job.jobs import JobFailed
 from client.cli.options import json_option, overrides_option
 from client.cli.show import print_json
 from client.exporting.export import require_unused
+from client.given import ended_by
 from client.jobfile import read_job
 from client.local import LocalFleet, NotStarted
 from skein.config.job import JobSpec
@@ -74,7 +73,7 @@ def demo(directory: Path | None, *, overrides: tuple[str, ...], is_json: bool) -
     spec = read_job(job_file)
     try:
         with (
-            _terminable(),
+            ended_by(signal.SIGTERM, signal.SIGHUP),
             LocalFleet(folder, num_workers=NUM_WORKERS, data_roots=_roots(spec)) as fleet,
             Client(fleet.target) as client,
         ):
@@ -175,18 +174,3 @@ def _tell(outcome: DemoOutcome, say: Console) -> None:
     if outcome.validation_losses:
         first, last = outcome.validation_losses[0], outcome.validation_losses[-1]
         say.print(f"validation loss {first:.2f} -> {last:.2f} nats per byte in {outcome.seconds:.0f} s")
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM and SIGHUP end this process as Ctrl-C does, so that what it started ends too."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action)

@@ -17,10 +17,10 @@ from skein.errors import UserError
 from skein.units import format_bytes, parse_seconds
 from skein.wire.process.options import data_root_option
 
-_directory_option = click.option(
+_folder_option = click.option(
     "--dir",
-    "directory",
-    type=click.Path(path_type=Path),
+    "folder",
+    type=click.Path(path_type=LabFolder),
     default=default_folder,
     show_default="~/.local/state/skein-lab",
     envvar="SKEIN_LAB_DIR",
@@ -48,7 +48,7 @@ _one_way_option = click.option("--one-way", "is_one_way", is_flag=True, help="On
 @click.option("--no-services", is_flag=True, help="The network alone, without a coordinator and workers.")
 @data_root_option(shown="the working directory", meaning="Folder that workers read data from.")
 @click.option("--closed-homes", is_flag=True, help="Behind NAT no port is forwarded: nobody can dial in.")
-@_directory_option
+@_folder_option
 @json_option
 def up(
     *,
@@ -59,7 +59,7 @@ def up(
     no_services: bool,
     closed_homes: bool,
     data_roots: tuple[Path, ...],
-    directory: Path,
+    folder: LabFolder,
     is_json: bool,
 ) -> None:
     """Bring a lab up, in the background: sites, links between them, a coordinator and workers."""
@@ -72,7 +72,6 @@ def up(
         has_closed_homes=closed_homes,
         data_roots=data_roots,
     )
-    folder = LabFolder(directory)
     lab = start_lab(folder, options)
     click.echo(f"mode: {lab.status.mode} ({lab.status.reason})", err=is_json)
     with ExitStack() as undo:
@@ -91,11 +90,11 @@ def up(
 
 
 @click.command()
-@_directory_option
+@_folder_option
 @json_option
-def status(*, directory: Path, is_json: bool) -> None:
+def status(*, folder: LabFolder, is_json: bool) -> None:
     """Show a lab: what runs where, and links that are not as the preset says."""
-    found = ask(LabFolder(directory).path, Ask()).status
+    found = ask(folder.path, Ask()).status
     assert found is not None
     if is_json:
         return print_json(found.model_dump())
@@ -111,10 +110,10 @@ def status(*, directory: Path, is_json: bool) -> None:
 @click.argument("a")
 @click.argument("b")
 @_one_way_option
-@_directory_option
-def cut(a: str, b: str, *, is_one_way: bool, directory: Path) -> None:
+@_folder_option
+def cut(a: str, b: str, *, is_one_way: bool, folder: LabFolder) -> None:
     """Let nothing through between A and B: sites, workers, `coordinator` or `all`."""
-    _change(directory, Cut(a=a, b=b, is_one_way=is_one_way), "cut")
+    _change(folder, Cut(a=a, b=b, is_one_way=is_one_way), "cut")
 
 
 @click.command()
@@ -125,7 +124,7 @@ def cut(a: str, b: str, *, is_one_way: bool, directory: Path) -> None:
 @click.option("--jitter", metavar="TIME", help="Up to so much is added to the latency.")
 @click.option("--loss", type=click.FloatRange(0, 1, max_open=True), help="Share of packets, such as 0.01.")
 @_one_way_option
-@_directory_option
+@_folder_option
 def slow(
     a: str,
     b: str,
@@ -135,7 +134,7 @@ def slow(
     jitter: str | None,
     loss: float | None,
     is_one_way: bool,
-    directory: Path,
+    folder: LabFolder,
 ) -> None:
     """Give links between A and B other properties; those not given stay."""
     request = Slow(
@@ -149,27 +148,27 @@ def slow(
     )
     if not request.changes:
         raise UserError("slow", f"{a} {b}", "give --latency, --bandwidth, --jitter or --loss")
-    _change(directory, request, "changed")
+    _change(folder, request, "changed")
 
 
 @click.command()
 @click.argument("a", required=False, default="all")
 @click.argument("b", required=False, default="all")
-@_directory_option
-def heal(a: str, b: str, *, directory: Path) -> None:
+@_folder_option
+def heal(a: str, b: str, *, folder: LabFolder) -> None:
     """Let links between A and B be as the preset says; without them, all links."""
-    _change(directory, Heal(a=a, b=b), "healed")
+    _change(folder, Heal(a=a, b=b), "healed")
 
 
 @click.command()
 @click.argument("a")
 @click.argument("b")
 @click.option("--seconds", type=click.FloatRange(1, 600), default=10.0, show_default=True, help="How long.")
-@_directory_option
+@_folder_option
 @json_option
-def measure(a: str, b: str, *, seconds: float, directory: Path, is_json: bool) -> None:
+def measure(a: str, b: str, *, seconds: float, folder: LabFolder, is_json: bool) -> None:
     """Measure what TCP gets from endpoint A to endpoint B, beside what the link is set to."""
-    status = ask(LabFolder(directory).path, Ask()).status
+    status = ask(folder.path, Ask()).status
     assert status is not None
     found = measure_direction(status, a, b, seconds=seconds)
     if is_json:
@@ -182,10 +181,9 @@ def measure(a: str, b: str, *, seconds: float, directory: Path, is_json: bool) -
 
 
 @click.command()
-@_directory_option
-def down(*, directory: Path) -> None:
+@_folder_option
+def down(*, folder: LabFolder) -> None:
     """End a lab and remove all of it but logs and state, also after it was killed."""
-    folder = LabFolder(directory)
     if not folder.has_remains():
         raise NoLab(f"no lab runs in {folder.path}, and none left anything behind")
     num_left = stop_lab(folder)
@@ -194,8 +192,8 @@ def down(*, directory: Path) -> None:
     )
 
 
-def _change(directory: Path, request: Request, done: str) -> None:
-    num_links = ask(LabFolder(directory).path, request).num_links
+def _change(folder: LabFolder, request: Request, done: str) -> None:
+    num_links = ask(folder.path, request).num_links
     click.echo(f"{done}: {num_links} directed links")
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from client.cli import DONE, INTERRUPTED
-from client.planning.hunt import Hunted, Order, began_s, hunt, read_text
+from client.given import read_text
+from client.planning.hunt import Hunted, Order, began_s, hunt
 from client.planning.members import PortfolioStanding
 from client.planning.messages import SEARCH, NoPlan, Objective, PlanFound
 from skein.errors import UserError
@@ -102,7 +103,8 @@ def plan(
             _reported(case, standing, order)
         saved.append(standing.best)
 
-    hunted = hunt(read_text(instance), str(instance), order, on_news=on_news)
+    text = read_text("instance", instance, hint="give an instance (JSON) or a fleet and a job (YAML)")
+    hunted = hunt(text, str(instance), order, on_news=on_news)
     progress.clear()
     if hunted.is_interrupted and hunted.standing.best is None:
         raise click.Abort

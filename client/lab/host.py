@@ -206,7 +206,7 @@ class Lab:
                 sender=self._endpoints[pair[0]].name,
                 receiver=self._endpoints[pair[1]].name,
                 is_cut=line.is_cut,
-                is_changed=line.spec != self._network.preset(pair),
+                is_changed=line.spec != self._network.presets[pair],
                 **asdict(line.spec),
                 traffic=dict(traffic.get(pair, {})),
             )

@@ -57,8 +57,8 @@ class LabFolder:
     `prefix` begins the names of this lab's namespaces; no other folder has the same.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).absolute()
         self.logs = self.path / "logs"
         self.token = self.path / "token"
         self.coordinator_state = self.path / "coordinator"

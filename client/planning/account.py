@@ -4,6 +4,7 @@ The critical way is the chain of ops and transfers without a gap that ends with 
 makes the step shorter.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ _K = TypeVar("_K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedOp:
-    """An op of a microbatch, `number` as in `Timeline.begin_s`, and where it runs."""
+    """An op of a microbatch, `number` as in `Timeline.begin_s`, where it runs, and when it begins if that is known."""
 
     microbatch: int
     number: int
@@ -29,17 +30,24 @@ class RoutedOp:
     chunk: int
     stage: int
     worker: int
+    begin_s: float
     takes_s: float
 
+    @property
+    def end_s(self) -> float:
+        return self.begin_s + self.takes_s
 
-def placed_ops(problem: Problem, routing: Routing) -> tuple[RoutedOp, ...]:
+
+def placed_ops(problem: Problem, routing: Routing, times: Timeline | None = None) -> tuple[RoutedOp, ...]:
     """All ops, in the order of the routing's sequence."""
     numbers = op_numbers(routing.sequence, problem.num_microbatches)
     pairs = zip(routing.sequence.tolist(), numbers.tolist(), strict=True)
-    return tuple(_placed(problem, routing, microbatch, number) for microbatch, number in pairs)
+    return tuple(_placed(problem, routing, times, microbatch, number) for microbatch, number in pairs)
 
 
-def _placed(problem: Problem, routing: Routing, microbatch: int, number: int) -> RoutedOp:
+def _placed(
+    problem: Problem, routing: Routing, times: Timeline | None, microbatch: int, number: int
+) -> RoutedOp:
     op = problem.ops[number]
     chunk = int(routing.path[microbatch, op.hop])
     worker, stage = int(routing.worker_of[chunk]), int(problem.stage_of[chunk])
@@ -51,6 +59,7 @@ def _placed(problem: Problem, routing: Routing, microbatch: int, number: int) ->
         chunk=chunk,
         stage=stage,
         worker=worker,
+        begin_s=math.nan if times is None else float(times.begin_s[microbatch, number]),
         takes_s=float(takes_s),
     )
 
@@ -125,7 +134,6 @@ class Stretch:
     """
 
     op: RoutedOp
-    begin_s: float
     wait: Wait
     sender: int
     transfer_s: float
@@ -169,7 +177,7 @@ class CriticalWay:
 
 def critical_way(problem: Problem, routing: Routing, timeline: Timeline) -> CriticalWay:
     """The critical way of a routing's step, aggregation included if the problem has it."""
-    ops = placed_ops(problem, routing)
+    ops = placed_ops(problem, routing, timeline)
     by_number = {(op.microbatch, op.number): op for op in ops}
     before = _before_on_worker(problem, ops)
     last, reduced_stage = _last(ops, timeline)
@@ -178,7 +186,7 @@ def critical_way(problem: Problem, routing: Routing, timeline: Timeline) -> Crit
     while op is not None:
         inputs = problem.ops[op.number].inputs
         previous = by_number[op.microbatch, inputs[0]] if inputs else None
-        stretch = _stretch(problem, timeline, op, previous, before.get((op.microbatch, op.number)))
+        stretch = _stretch(problem, op, previous, before.get((op.microbatch, op.number)))
         stretches.append(stretch)
         if stretch.wait is Wait.INPUT:
             op = previous
@@ -188,7 +196,7 @@ def critical_way(problem: Problem, routing: Routing, timeline: Timeline) -> Crit
             op = before[op.microbatch, op.number].op
     return CriticalWay(
         stretches=tuple(reversed(stretches)),
-        reduction_s=timeline.step_s - _end_s(timeline, last),
+        reduction_s=timeline.step_s - last.end_s,
         reduced_stage=reduced_stage,
     )
 
@@ -222,34 +230,27 @@ def _last(ops: Iterable[RoutedOp], timeline: Timeline) -> tuple[RoutedOp, int | 
     if timeline.step_s > timeline.makespan_s:
         stage = int(timeline.reduced_s.argmax())
         own = [op for op in ops if op.stage == stage and op.kind.row.is_accumulating]
-        return max(own, key=lambda op: _end_s(timeline, op)), stage
-    return max(ops, key=lambda op: _end_s(timeline, op)), None
+        return max(own, key=lambda op: op.end_s), stage
+    return max(ops, key=lambda op: op.end_s), None
 
 
-def _end_s(timeline: Timeline, op: RoutedOp) -> float:
-    return float(timeline.begin_s[op.microbatch, op.number]) + op.takes_s
-
-
-def _stretch(
-    problem: Problem, timeline: Timeline, op: RoutedOp, previous: RoutedOp | None, before: _Before | None
-) -> Stretch:
-    begin_s = float(timeline.begin_s[op.microbatch, op.number])
-    free_s = 0.0 if before is None else _end_s(timeline, before.op)
+def _stretch(problem: Problem, op: RoutedOp, previous: RoutedOp | None, before: _Before | None) -> Stretch:
+    free_s = 0.0 if before is None else before.op.end_s
     transfer_s, input_s, sender = 0.0, 0.0, op.worker
     if previous is not None:
         sender = previous.worker
         transfer_s = float(problem.transfer_s[sender, op.worker])
-        input_s = _end_s(timeline, previous) + transfer_s
+        input_s = previous.end_s + transfer_s
     queued_s = 0.0
-    if previous is not None and (begin_s > free_s or input_s >= free_s):
-        wait, queued_s = Wait.INPUT, max(0.0, begin_s - input_s)
+    if previous is not None and (op.begin_s > free_s or input_s >= free_s):
+        wait, queued_s = Wait.INPUT, max(0.0, op.begin_s - input_s)
     elif before is None:
         wait = Wait.START
     else:
         wait = Wait.SLOT if before.makes_room else Wait.WORKER
     if wait is not Wait.INPUT:
         sender, transfer_s = op.worker, 0.0
-    return Stretch(op=op, begin_s=begin_s, wait=wait, sender=sender, transfer_s=transfer_s, queued_s=queued_s)
+    return Stretch(op=op, wait=wait, sender=sender, transfer_s=transfer_s, queued_s=queued_s)
 
 
 def _summed(pairs: Iterable[tuple[_K, float]]) -> dict[_K, float]:

@@ -74,7 +74,7 @@ class _Sheet:
     def __init__(self, problem: Problem, routing: Routing, timeline: Timeline, names: Sequence[str]) -> None:
         self._problem, self._routing, self._timeline = problem, routing, timeline
         self._names = [_shortened(name) for name in names]
-        self._ops = placed_ops(problem, routing)
+        self._ops = placed_ops(problem, routing, timeline)
         self._row_height = _TALL if problem.num_chunks <= _MANY_WORKERS else _FLAT
         longest = max((len(name) for name in self._names), default=0)
         self._left = _MARGIN + 56 + longest * _PIXELS_PER_SIGN
@@ -140,11 +140,7 @@ class _Sheet:
         """A bar on each holder's row, from the stage's last backward to the end of its aggregation."""
         parts = []
         for stage in range(self._problem.num_stages):
-            ends = [
-                self._begin_s(op) + op.takes_s
-                for op in self._ops
-                if op.stage == stage and op.kind.row.is_accumulating
-            ]
+            ends = [op.end_s for op in self._ops if op.stage == stage and op.kind.row.is_accumulating]
             begin_s, end_s = max(ends, default=0.0), float(self._timeline.reduced_s[stage])
             if end_s > begin_s:
                 first, stop = self._problem.first_chunk[stage : stage + 2]
@@ -179,7 +175,7 @@ class _Sheet:
         return [self._numbered(op) for op in wide]
 
     def _numbered(self, op: RoutedOp) -> str:
-        x = self._x(self._begin_s(op) + op.takes_s / 2)
+        x = self._x(op.begin_s + op.takes_s / 2)
         kind = "n w" if _is_dark(op.kind) else "n"
         return _text(kind, x, self._baseline(op.chunk), str(op.microbatch))
 
@@ -192,23 +188,19 @@ class _Sheet:
             if op.worker != following.worker:
                 takes_s = float(self._problem.transfer_s[op.worker, following.worker])
                 # A transfer that waits for its link leaves later; it never arrives after the next op begins.
-                leaves_s = self._begin_s(op) + op.takes_s
-                arrives_s = min(leaves_s + takes_s, self._begin_s(following))
-                x, y = self._x(leaves_s), self._y(op.chunk) + self._row_height / 2
+                arrives_s = min(op.end_s + takes_s, following.begin_s)
+                x, y = self._x(op.end_s), self._y(op.chunk) + self._row_height / 2
                 to_x = self._x(arrives_s)
                 to_y = self._y(following.chunk) + self._row_height / 2
                 lines.append(f"M{_number(x)} {_number(y)}l{_number(to_x - x)} {_number(to_y - y)}")
         return "".join(lines)
 
     def _boxes(self, ops: Iterable[RoutedOp], kind: OpKind) -> str:
-        return "".join(self._box(op.chunk, self._begin_s(op), op.takes_s) for op in ops if op.kind is kind)
+        return "".join(self._box(op.chunk, op.begin_s, op.takes_s) for op in ops if op.kind is kind)
 
     def _box(self, chunk: int, begin_s: float, takes_s: float) -> str:
         width, height = _number(takes_s * self._scale), self._row_height - 4
         return f"M{_number(self._x(begin_s))} {_number(self._y(chunk) + 2)}h{width}v{height}h-{width}z"
-
-    def _begin_s(self, op: RoutedOp) -> float:
-        return float(self._timeline.begin_s[op.microbatch, op.number])
 
     def _x(self, second: float) -> float:
         return self._left + second * self._scale

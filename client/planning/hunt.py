@@ -3,17 +3,14 @@
 import importlib.util
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import psutil
 
+from client.given import ended_by
 from client.planning.members import MemberProcesses, PortfolioStanding
 from client.planning.messages import Errand, Objective, PlanFound
 from skein.errors import UserError
@@ -23,7 +20,6 @@ from skein.plan.route.portfolio import Portfolio
 if TYPE_CHECKING:
     from client.planning.case import KnownProblem
 
-STANDARD_INPUT = Path("-")
 _REPORT_S = 0.3
 """Kept for telling: a budget covers the command from its start to its end."""
 _START_UP_S = 3.0
@@ -89,7 +85,7 @@ def hunt(
     _require_planner()
     is_interrupted = False
     portfolio: Portfolio[PlanFound] = Portfolio(seeds=order.seeds, wants_bound=True)
-    with _terminable(), MemberProcesses(text, portfolio) as members:
+    with ended_by(signal.SIGTERM), MemberProcesses(text, portfolio) as members:
         _send(members, order)
         # Members read the case at the same time; a mistake in it is told here, once.
         from client.planning.case import case_of
@@ -131,37 +127,7 @@ def _send(members: MemberProcesses, order: Order) -> None:
         )
 
 
-def read_text(path: Path) -> str:
-    """Text of a file; `-` is standard input.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        return sys.stdin.read() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
-    except OSError as error:
-        hint = f"{error.strerror}; give an instance (JSON) or a fleet and a job (YAML)"
-        raise UserError("instance", str(path), hint) from error
-    except UnicodeDecodeError as error:
-        hint = f"byte {error.start} is not UTF-8; save it as UTF-8"
-        raise UserError("instance", str(path), hint) from error
-
-
 def began_s() -> float:
     """Time when this process began, on the monotonic clock; now, if it has been doing other things before."""
     age_s = time.time() - psutil.Process(os.getpid()).create_time()
     return time.monotonic() - (age_s if 0 <= age_s <= _START_UP_S else 0.0)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends a hunt as Ctrl-C does: with the best plan so far."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -20,7 +20,6 @@ from client.planning.messages import (
     MethodRefused,
     PlanFound,
     Progressed,
-    bound_message,
     errand_of,
     line_of,
     plan_found,
@@ -59,7 +58,8 @@ def _bounds(problem: Problem, cutoff_s: float | None) -> Iterator[Bounded]:
     from skein.plan.route.bounds.bound import Effort, lower_bound
 
     def within(effort: Effort) -> Bounded:
-        return bound_message(lower_bound(problem, cutoff_s=cutoff_s, effort=effort))
+        bound = lower_bound(problem, cutoff_s=cutoff_s, effort=effort)
+        return Bounded(seconds=bound.seconds, binding=bound.binding, parts=bound.parts)
 
     return improvements(within, Effort, lambda bound: (-bound.seconds,))
 

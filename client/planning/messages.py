@@ -13,7 +13,6 @@ from skein.errors import SkeinError
 from skein.plan.route.portfolio import Cost, Role
 
 if TYPE_CHECKING:
-    from skein.plan.route.bounds.bound import Bound
     from skein.plan.route.problem import Routing
 
 
@@ -134,11 +133,6 @@ def plan_found(routing: "Routing", *, seed: int, step_s: float, jittered_s: floa
         path=tuple(map(tuple, routing.path.tolist())),
         sequence=tuple(routing.sequence.tolist()),
     )
-
-
-def bound_message(bound: "Bound") -> Bounded:
-    """The message about a bound."""
-    return Bounded(seconds=bound.seconds, binding=bound.binding, parts=bound.parts)
 
 
 def errand_of(line: str) -> Errand:

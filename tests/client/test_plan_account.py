@@ -77,8 +77,8 @@ def test_stretches_follow_each_other_without_a_gap_and_sum_to_the_step(seed: int
     assert way.reduced_stage is not None
     end_s = 0.0
     for stretch in way.stretches:
-        assert stretch.begin_s == pytest.approx(end_s + stretch.transfer_s + stretch.queued_s, abs=1e-9)
-        end_s = stretch.begin_s + stretch.op.takes_s
+        assert stretch.op.begin_s == pytest.approx(end_s + stretch.transfer_s + stretch.queued_s, abs=1e-9)
+        end_s = stretch.op.begin_s + stretch.op.takes_s
     # Sums of a dozen numbers in another order: the last bits differ.
     assert way.compute_s + way.transfer_s + way.queued_s + way.reduction_s == pytest.approx(
         times.step_s, abs=1e-9

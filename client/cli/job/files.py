@@ -1,7 +1,6 @@
 """`skein job check`, `job schema` and `export`: job files in, weights out."""
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 
 import click
@@ -80,17 +79,10 @@ def export(
     limit = size("--max-shard-bytes", max_shard_bytes)
     require_unused("--to", out)
     console = Console(stderr=True)
-    with ExitStack() as stack:
-        client = stack.enter_context(connect_client())
-        bar = Progress(
-            TextColumn("download"),
-            BarColumn(bar_width=24),
-            DownloadColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        download = bar.add_task("download", total=None)
-        stack.enter_context(bar)
+    columns = (TextColumn("download"), BarColumn(bar_width=24), DownloadColumn())
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    download = bar.add_task("download", total=None)
+    with connect_client() as client, bar:
         done = client.export(
             job,
             out,

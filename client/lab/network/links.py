@@ -175,7 +175,7 @@ class LabNetwork:
         seed: int = 0,
     ) -> None:
         self.names = tuple(names)
-        self._presets = dict(links)
+        self.presets = dict(links)
         self.lines = {
             (a, b): Line(spec, stream(seed, "lab", self.names[a], self.names[b]))
             for (a, b), spec in sorted(links.items())
@@ -183,10 +183,6 @@ class LabNetwork:
         self.accesses = tuple(accesses or [Access()] * len(names))
         self.ups = tuple(Pipe(access.up_bytes_per_s, queue_s=_ACCESS_QUEUE_S) for access in self.accesses)
         self.downs = tuple(Pipe(access.down_bytes_per_s, queue_s=_ACCESS_QUEUE_S) for access in self.accesses)
-
-    def preset(self, pair: tuple[int, int]) -> DirectionSpec:
-        """Properties that the link from pair[0] to pair[1] had at first."""
-        return self._presets[pair]
 
     def cut(self, pair: tuple[int, int]) -> None:
         """Let nothing through in this direction; what is under way arrives."""
@@ -205,7 +201,7 @@ class LabNetwork:
         """Let the link be as it was at first."""
         line = self.lines[pair]
         line.is_cut = False
-        line.change(self.preset(pair))
+        line.change(self.presets[pair])
 
     def may_batch(self, sender: int) -> bool:
         """See `Line.may_batch`, of all that `sender` sends."""

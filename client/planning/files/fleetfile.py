@@ -126,12 +126,13 @@ def parse_fleet_file(text: str, *, origin: str) -> FleetFile:
     for key in document:
         if key not in ("fleet", "job"):
             raise UserError(key, Words("no such key"), "a fleet file has fleet and job")
-    if not isinstance(document.get("job"), dict):
+    job_document = document.get("job")
+    if not isinstance(job_document, dict):
         raise UserError(
             "job", Words("missing"), "give the fields of a job file: `skein job schema` lists them"
         )
     spec = _fleet_spec({"fleet": document.get("fleet")})
-    job = _job({str(key): value for key, value in _mapping(document["job"]).items()})
+    job = _job({str(key): value for key, value in job_document.items()})
     links = tuple(_links(spec))
     num_workers = len(spec.workers)
     return FleetFile(
@@ -143,11 +144,6 @@ def parse_fleet_file(text: str, *, origin: str) -> FleetFile:
         job=job,
         num_unknown_links=num_workers * (num_workers - 1) - len(links),
     )
-
-
-def _mapping(value: object) -> dict[object, object]:
-    assert isinstance(value, dict)
-    return value
 
 
 def _fleet_spec(document: Document) -> FleetSpec:
