@@ -195,9 +195,10 @@ def test_paths_in_standard_input_count_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "piped.yaml").write_text(GOOD)
-    monkeypatch.setattr("client.jobfile._STANDARD_INPUT", (Path("-"), tmp_path / "piped.yaml"))
     monkeypatch.chdir(tmp_path.parent)
-    job = read_job(Path("-"), overrides=["data.sources=[{format: text, path: books}]"])
+    with (tmp_path / "piped.yaml").open() as piped:
+        monkeypatch.setattr("sys.stdin", piped)
+        job = read_job(Path("-"), overrides=["data.sources=[{format: text, path: books}]"])
     [source] = job.data.sources
     assert isinstance(source, TextSource)
     assert source.path == str(tmp_path.parent / "books")
