@@ -107,7 +107,7 @@ def test_a_fleet_and_a_job_are_planned_for_the_whole_step() -> None:
     found = reported(FLEET)
     assert (found.objective, found.num_microbatches) == ("step", 8)
     assert sorted(name for stage in found.placement for name in stage) == ["a1", "a2", "b1", "b2"]
-    assert all(0 < row.held_bytes <= (row.memory_bytes or 0) for row in found.workers)
+    assert all(0 < (row.held_bytes or 0) <= (row.memory_bytes or 0) for row in found.workers)
 
 
 def test_what_aggregation_costs_is_told_of_a_fleet_and_of_no_instance() -> None:

@@ -16,6 +16,7 @@ from skein.protocol.messages.reports import Ack
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.drawn import random_plan
+from tests.support.extent import part
 from tests.support.halfway import Halfway, num_ops, slots_of, visits
 from tests.support.plans import chunk, grid_plan, microbatches, path, plan_of, words_of
 from tests.support.resent import op_of
@@ -73,7 +74,7 @@ def told(found: Resumed, worker: str) -> str:
 # --- any step ---
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", part(range(120), every=4))
 def test_a_step_that_is_stopped_again_and_again_counts_every_contribution_once(seed: int) -> None:
     luck = random.Random(seed)
     plan = random_plan(luck)
@@ -328,7 +329,7 @@ def test_what_one_end_of_a_loop_has_done_draws_the_other() -> None:
 # --- what nobody in its senses tells ---
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", part(range(60), every=4))
 def test_nonsense_in_one_acknowledgement_neither_ends_anything_nor_counts_twice(seed: int) -> None:
     luck = random.Random(seed)
     plan = random_plan(luck)

@@ -106,8 +106,7 @@ def test_a_coordinator_that_serves_for_seven_seconds_before_holders_reach_it_los
     assert run.num_rollbacks == 0
 
 
-@pytest.mark.parametrize("seconds", SILENCES_S)
-@pytest.mark.parametrize("silence", [mute, come_late])
+@pytest.mark.parametrize(("silence", "seconds"), part(list(product((mute, come_late), SILENCES_S)), every=2))
 def test_a_job_that_is_paused_meanwhile_loses_nothing_either(silence: Silence, seconds: float) -> None:
     world = make_world(JOB, fleet_of(4), seed=0)
     run_until(world, lambda it: version_of(it) == 3)
@@ -147,12 +146,15 @@ def test_deaths_that_nobody_sees_are_waited_for_once() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "num_faults", "seed"),
-    [
-        ("loop 3x2 tied", 8, 7000323),
-        ("line 4x2 skip 1/4", 8, 7000969),
-        ("loop 4x2 tied skip 1/2", 8, 8002378),
-        ("line 2x3 tied tree", 20, 5001359),
-    ],
+    part(
+        [
+            ("loop 3x2 tied", 8, 7000323),
+            ("line 4x2 skip 1/4", 8, 7000969),
+            ("loop 4x2 tied skip 1/2", 8, 8002378),
+            ("line 2x3 tied tree", 20, 5001359),
+        ],
+        every=3,
+    ),
 )
 def test_who_comes_back_while_steps_are_given_up_is_asked_first(
     shape: str, num_faults: int, seed: int

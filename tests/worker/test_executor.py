@@ -289,7 +289,7 @@ def test_labels_go_along_where_a_line_comes_back_to_its_origin(text: Path, labs:
 PATTERNS = {"direct": Direct(), "ring": Ring(), "tree": Tree(), "given tree": Tree(parents=(1, 2, 2))}
 
 
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("pattern", part(list(PATTERNS.values()), every=2))
 def test_replicas_stay_equal_to_the_bit(text: Path, labs: list[Lab], pattern: Pattern) -> None:
     lab = Lab(tiny_job(text, replicas=3, is_tied=False, precision=Precision.FP32), pattern=pattern)
     labs.append(lab)

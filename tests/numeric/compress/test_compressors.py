@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from skein.numeric.compress.packing import pack_bits, pack_codes, unpack_bits, u
 from skein.numeric.walker import StateClass
 from skein.plan.agreeing.payload import payload_bytes, sign_bytes
 from skein.wire.extra import DType
+from tests.support.extent import part
 
 LENGTHS = (0, 1, 2, 3, 7, 8, 9, 127, 128, 129, 255, 256, 257, 1000, 4096 * 3 + 5)
 
@@ -120,8 +122,10 @@ def test_bits_are_what_long_vectors_take(row: Row) -> None:
     assert 8 * row.num_bytes(num_elements) / num_elements == pytest.approx(row.bits, rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_elements", [0, 5, 300])
+@pytest.mark.parametrize(
+    ("num_elements", "dtype"),
+    part(list(product((0, 5, 300), (torch.float64, torch.float32, torch.bfloat16))), every=4),
+)
 def test_zeros_come_back_as_zeros_of_the_same_type(row: Row, num_elements: int, dtype: torch.dtype) -> None:
     back = round_trip(row.compressor, torch.zeros(num_elements, dtype=dtype))
     assert back.dtype is dtype
@@ -258,8 +262,7 @@ def test_signs_are_packed_as_numpy_packs_them() -> None:
             assert parts["scale"].item() == pytest.approx(root_mean_square, rel=1e-6)  # float32
 
 
-@pytest.mark.parametrize("bits_each", [1, 2, 4])
-@pytest.mark.parametrize("num_elements", LENGTHS)
+@pytest.mark.parametrize(("num_elements", "bits_each"), part(list(product(LENGTHS, (1, 2, 4))), every=4))
 def test_codes_come_back_from_their_bytes(num_elements: int, bits_each: int) -> None:
     generator = torch.Generator().manual_seed(num_elements)
     codes = torch.randint(0, 2**bits_each, (num_elements,), generator=generator, dtype=torch.uint8)

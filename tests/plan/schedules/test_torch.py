@@ -1,5 +1,7 @@
 """Orders against those that torch.distributed.pipelining 2.13 makes."""
 
+from itertools import product
+
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
@@ -44,8 +46,7 @@ def orders_there(name: str, p: int, m: int, v: int) -> list[list[Op]]:
     return orders
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", NAME_THERE)
+@pytest.mark.parametrize(("name", "p"), part(list(product(NAME_THERE, (4, 3, 2, 1))), every=3))
 def test_order_is_the_one_of_torch(name: str, p: int) -> None:
     generator = GENERATORS[name]
     for v in (2, 3) if generator.num_chunks is None else (generator.num_chunks,):

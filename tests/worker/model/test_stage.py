@@ -13,6 +13,7 @@ from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.layers import tied_names
 from skein.model.parameters import layer_parameters, parameter_shapes
 from skein.types import Precision
+from tests.support import extent
 from tests.worker.model.builders import (
     DECODERS,
     MODELS,
@@ -32,7 +33,7 @@ FIELD = JobSpec.model_fields["model"]
 ROUNDING = 1e-12
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", extent.part(list(MODELS), every=2))
 def test_every_cut_gives_the_loss_and_gradients_of_the_whole(name: str) -> None:
     model = MODELS[name]
     x, labels = samples(model)
