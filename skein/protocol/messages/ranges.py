@@ -1,8 +1,8 @@
 """Ranges of the numbers in messages. One table for all messages, applied wherever one comes in.
 
 Rules of this file
-- A row is for a field's name, or for `Message.field` where one message has another range than the rest.
-- A field of numeric type without a row is refused by a test: who adds a field says what it may be.
+- Each range has its fields: a name, or `Message.field` where one message has another range than the rest.
+- A field of numeric type without a range is refused by a test: who adds a field says what it may be.
 - A number is in its range or the whole message is refused: nothing is clamped, for nobody would learn of it.
 """
 
@@ -62,131 +62,43 @@ LEARNING_RATE = Range(least=0.0, most=1e9, hint="a learning rate, from 0 to 1e9"
 LOSS = Range(least=-1e30, most=1e30, hint="nats, within 1e30 or not finite", may_be_not_finite=True)
 NORM = Range(least=0.0, most=1.7e308, hint="a norm of at least 0, or not finite", may_be_not_finite=True)
 
-RANGES: Mapping[str, Range] = {
-    # counts that only grow, and versions
-    "epoch": COUNT,
-    "generation": COUNT,
-    "number": COUNT,
-    "step": COUNT,
-    "version": COUNT,
-    "from_version": COUNT,
-    "to_version": COUNT,
-    "checkpoint_version": COUNT,
-    "keeps": COUNT,
-    "JobResumed.steps": COUNT,
-    "ResumeRequest.steps": COUNT,
-    "last_good": COUNT,
-    "due_step": COUNT,
-    "taken_at": COUNT,
-    "drops_before": COUNT,
-    "total_steps": COUNT,
-    "samples_after": COUNT,
-    "num_late_samples": COUNT,
-    "progress": COUNT,
-    "sequence": COUNT,
-    "since": COUNT,
-    "since_line": COUNT,
-    "line": COUNT,
-    "entry": COUNT,
-    "tensor": COUNT,
-    "num_tokens": COUNT,
-    "tokens": COUNT,
-    "num_train_samples": COUNT,
-    "num_validation_samples": COUNT,
-    "num_incidents": COUNT,
-    "num_files": COUNT,
-    "num_steps_lost": COUNT,
-    "num_steps": COUNT,
-    "protocol_version": WORD,
-    "num_rerouted": WORD,
-    "num_retried": WORD,
-    "num_samples_repeated": WORD,
-    "num_dropped": WORD,
-    "num_tensors": WORD,
-    "num_workers": WORD,
-    "num_holders": WORD,
-    "num_asked": WORD,
-    "limit": WORD,
-    "checksum": WORD,
-    # places in a plan
-    "stage": INDEX,
-    "stages": INDEX,
-    "index": INDEX,
-    "first": INDEX,
-    "stop": INDEX,
-    "hop": INDEX,
-    "shard": INDEX,
-    "num_shards": INDEX,
-    "fragment": INDEX,
-    "walker": INDEX,
-    "walkers": INDEX,
-    "leader": INDEX,
-    "parents": INDEX,
-    "members": INDEX,
-    "microbatch": MICROBATCH,
-    "microbatches": MICROBATCH,
-    "num_microbatches": MICROBATCH,
-    "ledger": MICROBATCH,
-    "forwards": MICROBATCH,
-    "outputs": MICROBATCH,
-    "gradients": MICROBATCH,
-    "slots": MICROBATCH,
-    "num_paths": MICROBATCH,
-    "num_evaluation_paths": MICROBATCH,
-    "evaluation_paths": MICROBATCH,
-    # bytes and seconds
-    "num_bytes": BYTES,
-    "memory_bytes": BYTES,
-    "missing_bytes": BYTES,
-    "offset": BYTES,
-    "shape": BYTES,
-    "reply_bytes": WORD,
-    "seconds": SECONDS,
-    "forward_s": SECONDS,
-    "backward_s": SECONDS,
-    "loss_s": SECONDS,
-    "latency_s": SECONDS,
-    "running_s": SECONDS,
-    "elapsed_s": SECONDS,
-    "lease_s": SECONDS,
-    "beat_s": SECONDS,
-    "beat_age_s": SECONDS,
-    "measured_age_s": SECONDS,
-    "silent_s": SECONDS,
-    "fenced_s": SECONDS,
-    "step_s": SECONDS,
-    "measured_step_s": SECONDS,
-    "predicted_step_s": SECONDS,
-    "lower_bound_s": SECONDS,
-    "wall_s": WALL,
-    "submitted_wall_s": WALL,
-    "opened_s": WALL,
-    "origin_s": WALL,
-    # speeds
-    "flops_per_s": SPEED,
-    "spread": STATISTIC,
-    "predicted_spread": STATISTIC,
-    "bytes_per_s": BANDWIDTH,
-    "tokens_per_s": RATE,
-    # what is learned
-    "loss": LOSS,
-    "loss_sum": LOSS,
-    "probe_loss": LOSS,
-    "evaluation_loss": LOSS,
-    "squared_norm": NORM,
-    "gradient_norm": NORM,
-    "clip": NORM,
-    "learning_rate": LEARNING_RATE,
-    "learning_rate_ratio": LEARNING_RATE,
-    "weight": FACTOR,
-    "weights": FACTOR,
-    "scales": FACTOR,
-    "Count.value": STATISTIC,
+_FIELDS = {
+    COUNT: (
+        "epoch generation number step version from_version to_version checkpoint_version keeps "
+        "JobResumed.steps ResumeRequest.steps last_good due_step taken_at drops_before total_steps "
+        "samples_after num_late_samples progress sequence since since_line line entry tensor num_tokens "
+        "tokens num_train_samples num_validation_samples num_incidents num_files num_steps_lost num_steps"
+    ),
+    WORD: (
+        "protocol_version num_rerouted num_retried num_samples_repeated num_dropped num_tensors "
+        "num_workers num_holders num_asked limit checksum reply_bytes"
+    ),
+    INDEX: "stage stages index first stop hop shard num_shards fragment walker walkers leader parents members",
+    MICROBATCH: (
+        "microbatch microbatches num_microbatches ledger forwards outputs gradients slots num_paths "
+        "num_evaluation_paths evaluation_paths"
+    ),
+    BYTES: "num_bytes memory_bytes missing_bytes offset shape",
+    SECONDS: (
+        "seconds forward_s backward_s loss_s latency_s running_s elapsed_s lease_s beat_s beat_age_s "
+        "measured_age_s silent_s fenced_s step_s measured_step_s predicted_step_s lower_bound_s"
+    ),
+    WALL: "wall_s submitted_wall_s opened_s origin_s",
+    SPEED: "flops_per_s",
+    STATISTIC: "spread predicted_spread Count.value",
+    BANDWIDTH: "bytes_per_s",
+    RATE: "tokens_per_s",
+    LOSS: "loss loss_sum probe_loss evaluation_loss",
+    NORM: "squared_norm gradient_norm clip",
+    LEARNING_RATE: "learning_rate learning_rate_ratio",
+    FACTOR: "weight weights scales",
 }
+
+RANGES: Mapping[str, Range] = {field: row for row, fields in _FIELDS.items() for field in fields.split()}
 
 
 def range_of(message: str, field: str) -> Range | None:
-    """The row of a field; None: it has none."""
+    """The range of a field; None: it has none."""
     return RANGES.get(f"{message}.{field}") or RANGES.get(field)
 
 
