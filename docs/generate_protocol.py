@@ -37,8 +37,8 @@ This page is generated from the code: `make docs` writes it, and a test fails wh
 the [glossary](glossary.md); [architecture](architecture.md) tells how the parts fit together.
 
 A machine is a plain object. `handle(event, *, now)` takes one event at a time and gives commands; `deadline()` says
-when it wants to be called again; `story(id)` tells what happened to an id. It has no thread, no clock and no socket, so
-the services and the simulator drive the very same ones.
+when it wants to be called again. It has no thread, no clock and no socket, so the services and the simulator drive
+the very same ones.
 
 One step, in messages:
 

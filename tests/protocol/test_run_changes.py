@@ -293,7 +293,6 @@ def test_who_fails_three_times_gets_no_more_work() -> None:
     assert any("excluded=w1b: out of memory" in line for line in desk.lines())
     desk.acknowledge(desk.live)
     assert "w1b" not in [worker.worker for worker in desk.found(MakePlan)[0].fleet.workers]
-    assert desk.machine.story("w1b")[-1].endswith("out of memory")
 
 
 def test_a_committed_step_makes_up_for_older_failures() -> None:

@@ -16,7 +16,6 @@ from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import JobSubmitted, StageFiles, num_walkers
 from skein.protocol.membership.membership import HelloHeard, LeaveHeard, Membership
-from skein.protocol.membership.story import Story
 from skein.protocol.messages.directives import CheckpointFile, Save, SourceKind
 from skein.protocol.messages.reports import CheckpointWritten, EvaluationDone
 from skein.protocol.messages.tensors import Phase
@@ -305,15 +304,3 @@ def test_a_checkpoint_is_of_as_many_walkers_as_its_tensors_name(
 ) -> None:
     file = CheckpointFile(name="f", num_bytes=1, sha256="", tensors=names)
     assert num_walkers([StageFiles(stage=StageIndex(0), files=(file,))]) == expected
-
-
-def test_a_story_keeps_its_last_lines_of_the_ids_last_touched() -> None:
-    story = Story(num_lines=2, num_ids=2)
-    for line in ("one", "two", "three"):
-        story.tell("a", line, now=1.0)
-    story.tell("b", "one", now=2.0)
-    assert story.of("a") == ("1.000 two", "1.000 three")
-    story.tell("c", "one", now=3.0)
-    assert story.of("a") == ()
-    assert story.of("b") == ("2.000 one",)
-    assert story.of("nobody") == ()

@@ -392,11 +392,6 @@ def test_a_generation_of_the_next_job_forgets_the_last_one() -> None:
     assert hand.machine.job == "next-2"
 
 
-def test_a_generation_is_told_as_a_story() -> None:
-    hand = ready()
-    assert hand.machine.story("generation") == ("0.000 adopted 1",)
-
-
 # --- whose a tensor is ---
 
 

@@ -65,7 +65,6 @@ from skein.protocol.membership.membership import (
     SpeedHeard,
     StreamBroke,
 )
-from skein.protocol.membership.story import Story
 from skein.protocol.messages.directives import Dismiss, Measure, Probe, Refused, Welcome
 from skein.protocol.messages.positions import LogPosition
 from skein.protocol.messages.reports import (
@@ -111,7 +110,6 @@ class Coordinator:
         self._remeasuring = Remeasuring()
         self._pacing = Pacing()
         self._num_refused: Counter[Incarnation] = Counter()
-        self._story = Story()
 
     def sign_with(self, log_key: bytes) -> None:
         """Before the first event: the key that positions of the run log are signed with."""
@@ -138,7 +136,7 @@ class Coordinator:
             case ReportRefused():
                 self._refused(event, now=now)
             case StreamBroken():
-                broke = StreamBroke(worker=event.worker, incarnation=event.incarnation, reason=event.reason)
+                broke = StreamBroke(worker=event.worker, incarnation=event.incarnation)
                 self._changed(self.membership.handle(broke, now=now), now=now)
             case SubmitAsked():
                 self._submit(event, now=now)
@@ -173,11 +171,6 @@ class Coordinator:
         """Time at which `TimePassed` is wanted next; None: it is not."""
         times = [self.membership.deadline(), *(run.deadline() for run in self.runs.values())]
         return min((at for at in times if at is not None), default=None)
-
-    def story(self, about: str) -> tuple[str, ...]:
-        """The last lines about a worker or a job."""
-        told = (line for run in self.runs.values() for line in run.story(about))
-        return (*self.membership.story(WorkerId(about)), *told, *self._story.of(about))
 
     @property
     def run(self) -> Run | None:

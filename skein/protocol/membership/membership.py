@@ -21,7 +21,6 @@ from typing import assert_never
 
 from skein import PROTOCOL_VERSION
 from skein.protocol.log.records import GenerationMember
-from skein.protocol.membership.story import Story
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Hello
 from skein.topology.fleet import FleetWorker
@@ -77,7 +76,6 @@ class StreamBroke:
 
     worker: WorkerId
     incarnation: Incarnation
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +247,6 @@ class Membership:
         self._leaving: set[Incarnation] = set()
         self._remembered: dict[WorkerId, tuple[GenerationMember, float]] = {}
         """Process that had each name, and until when nobody else gets it."""
-        self._story = Story()
 
     @property
     def live(self) -> Mapping[WorkerId, Entry]:
@@ -277,7 +274,7 @@ class Membership:
             case Doubted():
                 return self._doubt(event, now=now)
             case LeaveHeard():
-                return self._leave(event.worker, now=now)
+                return self._leave(event.worker)
             case LeaveRemembered():
                 self._leaving.add(event.incarnation)
                 return []
@@ -307,10 +304,6 @@ class Membership:
                 return at
         return None
 
-    def story(self, worker: WorkerId) -> tuple[str, ...]:
-        """The last lines about a worker."""
-        return self._story.of(worker)
-
     def is_current(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether this incarnation is the live one."""
         entry = self._entries.get(worker)
@@ -336,7 +329,6 @@ class Membership:
             entry.is_connected = True
             entry.heard_at = now
             entry.lease_until = now + self.lease_s
-            self._story.tell(hello.worker, "returned on a new stream", now=now)
             return [Returned(worker=hello.worker), *self._still_leaving(entry)]
         changes = self._displace(hello, now=now)
         return changes + self._join(Entry(hello=hello, lease_until=now, progressed_at=now), now=now)
@@ -389,7 +381,6 @@ class Membership:
         entry.lease_until = now + self.lease_s
         self._entries[worker] = entry
         self._queue_lease(entry)
-        self._story.tell(worker, f"joined as {incarnation}", now=now)
         return [IncarnationJoined(worker=worker), *self._still_leaving(entry)]
 
     def _queue_lease(self, entry: Entry) -> None:
@@ -430,15 +421,13 @@ class Membership:
         entry.lease_until = min(entry.lease_until, now + self.grace_s)
         if entry.lease_until < entry.queued_at:
             self._queue_lease(entry)
-        self._story.tell(event.worker, f"stream broke: {event.reason}", now=now)
 
-    def _leave(self, worker: WorkerId, *, now: float) -> list[MembershipChange]:
+    def _leave(self, worker: WorkerId) -> list[MembershipChange]:
         entry = self._entries.get(worker)
         if entry is None or entry.is_leaving:
             return []
         entry.is_leaving = True
         self._leaving.add(entry.hello.incarnation)
-        self._story.tell(worker, "is leaving", now=now)
         return [IsLeaving(worker=worker)]
 
     def _expire(self, *, now: float) -> list[MembershipChange]:
@@ -458,10 +447,9 @@ class Membership:
 
     def _forgive(self, *, now: float) -> None:
         """Let everybody be heard first: what they said meanwhile is still to be read."""
-        for worker, entry in sorted(self._entries.items()):
+        for entry in self._entries.values():
             if entry.lease_until <= now:
                 entry.lease_until = now + (DOUBT_BEATS * self.beat_s if entry.is_connected else self.grace_s)
-                self._story.tell(worker, "was not listened to", now=now)
 
     def _doubt(self, event: Doubted, *, now: float) -> list[MembershipChange]:
         entry = self._entries.get(event.worker)
@@ -469,7 +457,6 @@ class Membership:
             return []
         silent_s = now - entry.heard_at
         if entry.is_connected and silent_s < DOUBT_BEATS * self.beat_s:
-            self._story.tell(event.worker, f"doubted: {event.reason}", now=now)
             return []
         return self._lose_silent(entry, f"{event.reason}, silent here for {silent_s:.1f} s", now=now)
 
@@ -491,7 +478,6 @@ class Membership:
         entry = self._entries.pop(worker, None)
         if entry is None:
             return []
-        self._story.tell(worker, f"lost: {reason}", now=now)
         incarnation = entry.hello.incarnation
         is_final = incarnation in self._refused
         silent_s = now - entry.heard_at

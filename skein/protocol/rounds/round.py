@@ -23,7 +23,6 @@ from skein.numeric.sums import exact_sum
 from skein.plan.agreeing.quorum import Eager, Quorum
 from skein.plan.agreeing.rounds import StepGroups, weighed
 from skein.plan.plan import Group
-from skein.protocol.membership.story import Story
 from skein.protocol.messages.directives import Decision, ExchangeTerms, GroupResult, Ledger, StepRecord
 from skein.protocol.messages.reports import StageDone, Vote
 from skein.protocol.rounds.votes import ruling, votes_text
@@ -173,13 +172,12 @@ class Round:
         self._votes: dict[GroupId, dict[WorkerId, Vote]] = {}
         self._results: dict[GroupId, Vote] = {}
         self._numbers: Numbers | None = None
-        self._story = Story(num_ids=256)
 
     def handle(self, event: RoundEvent, *, now: float) -> list[RoundCommand]:
         """Take one event at time `now` (seconds)."""
         match event:
             case LedgerHeard():
-                return self._ledger(event, now=now)
+                return self._ledger(event)
             case VoteHeard():
                 return self._vote(event, now=now)
             case GraceOver():
@@ -208,22 +206,13 @@ class Round:
             return ()
         return tuple(i for i in range(len(self._step_groups.units)) if i not in self.arrived)
 
-    def story(self, group: GroupId) -> tuple[str, ...]:
-        """The last lines about a group."""
-        return self._story.of(str(group))
-
     def group(self, vote: Vote) -> Group | None:
         """The group that a vote is on, if it is on the attempt that was asked for last, and on the head's stage."""
         group = self._groups.get(vote.group)
         is_heads = group is not None and not self._ends.isdisjoint(group.members)
         return group if is_heads and vote.attempt == self._attempts.get(vote.group) else None
 
-    @property
-    def num_done(self) -> int:
-        """Chunks whose ledger is complete."""
-        return len(self._done)
-
-    def _ledger(self, event: LedgerHeard, *, now: float) -> list[RoundCommand]:
+    def _ledger(self, event: LedgerHeard) -> list[RoundCommand]:
         done = event.done
         chunk = ChunkRef(stage=done.ledger.stage, worker=event.worker)
         if done.step != self.terms.step or chunk not in self._expected or chunk in self._done:
@@ -241,14 +230,13 @@ class Round:
         for group in self._groups_of.get(chunk, ()):
             self._missing[group.group].discard(chunk)
             if not self._missing[group.group]:
-                commands.append(self._ask(group, number=0, now=now))
+                commands.append(self._ask(group, number=0))
         return commands
 
-    def _ask(self, group: Group, *, number: int, now: float) -> AskReduction:
+    def _ask(self, group: Group, *, number: int) -> AskReduction:
         attempt = Attempt(epoch=self._epoch, generation=self._generation, number=number)
         self._attempts[group.group] = attempt
         self._votes[group.group] = {}
-        self._story.tell(str(group.group), f"attempt {number}", now=now)
         if group.group in self._reach:
             group = self._weighed(group)
         parts = tuple(self._done[member].ledger for member in group.members if member in self._done)
@@ -294,7 +282,7 @@ class Round:
             return []
         found = ruling(group, votes, is_common=self._reach.get(vote.group) is not Reach.NEIGHBOURS)
         if found.result is None and not vote.attempt.number:
-            return [self._ask(group, number=1, now=now)]
+            return [self._ask(group, number=1)]
         if found.result is None:
             reason = (
                 f"holders of {vote.group} disagree twice, and none has a majority: {votes_text(group, votes)}"
@@ -320,7 +308,7 @@ class Round:
             found = self._incredible()
             self._numbers = self._weigh()
             if not self._numbers.reason:
-                asked = [self._ask(group, number=0, now=now) for group in self._step_groups.exchanged]
+                asked = [self._ask(group, number=0) for group in self._step_groups.exchanged]
                 if asked:
                     return [*found, *asked]
             return [*found, *self._end()]

@@ -11,7 +11,6 @@ from typing import assert_never
 
 from skein import PROTOCOL_VERSION
 from skein.protocol.deadline import TimePassed
-from skein.protocol.membership.story import Story
 from skein.protocol.messages.directives import (
     Assign,
     Commit,
@@ -89,7 +88,6 @@ class Worker:
         self._is_stopping = False
         self._beat_s = 1.0
         self._next_beat: float | None = None
-        self._story = Story()
 
     # --- the way in ---
 
@@ -100,7 +98,7 @@ class Worker:
                 self._steps.tensor_arrived(event.envelope)
             case io.OpEnded():
                 self._timing.op_ended(event.op, event.seconds)
-                self._op_ended(event.op, event.outcome, now=now)
+                self._op_ended(event.op, event.outcome)
             case io.TensorTaken():
                 if event.envelope.generation == self.generation:
                     self._timing.tensor_taken(event.to, event.envelope.header, event.num_bytes, event.seconds)
@@ -125,7 +123,7 @@ class Worker:
             case io.StreamOpened():
                 self._stream_opened(now=now)
             case io.StreamLost():
-                self._stream_lost(event.reason, now=now)
+                self._stream_lost()
             case io.LogShortened():
                 self._steps.log_shortened(event.keys)
                 if event.is_wanted:
@@ -142,10 +140,6 @@ class Worker:
         return self._next_beat
 
     # --- for others to see ---
-
-    def story(self, about: str) -> tuple[str, ...]:
-        """The last lines about "stream", "generation" or "op"."""
-        return self._story.of(about)
 
     @property
     def members(self) -> frozenset[WorkerId]:
@@ -200,10 +194,9 @@ class Worker:
         if self._is_stopping:
             self._standing.tell(Leaving(reason="asked to stop"))
 
-    def _stream_lost(self, reason: str, *, now: float) -> None:
+    def _stream_lost(self) -> None:
         self._standing.is_connected = False
         self._next_beat = None
-        self._story.tell("stream", f"lost: {reason}", now=now)
         if self._is_stopping:
             self._exit("asked to stop, and no coordinator to tell", is_clean=True)
 
@@ -268,7 +261,7 @@ class Worker:
             case Dismiss():
                 self._dismiss(directive)
             case NewGeneration():
-                self._new_generation(directive, now=now)
+                self._new_generation(directive)
             case Assign():
                 if (directive.epoch, directive.generation) == self._standing.place:
                     self._building.want(directive)
@@ -280,7 +273,7 @@ class Worker:
             case _:
                 assert_never(directive)
 
-    def _new_generation(self, directive: NewGeneration, *, now: float) -> None:
+    def _new_generation(self, directive: NewGeneration) -> None:
         standing = self._standing
         if (directive.epoch, directive.generation) <= standing.place:
             return
@@ -298,7 +291,6 @@ class Worker:
         self._timing.clear()
         self._adopting = directive
         self._building.cancel()
-        self._story.tell("generation", f"adopted {directive.generation}", now=now)
 
     def _dismiss(self, directive: Dismiss) -> None:
         if directive.epoch < self.epoch:
@@ -369,7 +361,7 @@ class Worker:
             Ack(generation=self.generation, chunks=chunks, progress=progress, backups=self._copies.held)
         )
 
-    def _op_ended(self, op: Op, outcome: OpOutcome, *, now: float) -> None:
+    def _op_ended(self, op: Op, outcome: OpOutcome) -> None:
         assert op == self._running, f"{op} ended, but {self._running} was running"
         self._running = None
         self.progress += 1
@@ -377,7 +369,7 @@ class Worker:
             self._is_running_void = False
             return
         if isinstance(outcome, OpFailed):
-            self._op_failed(op, outcome, now=now)
+            self._op_failed(op, outcome)
             return
         match op:
             case ApplyOp():
@@ -391,9 +383,8 @@ class Worker:
             case _:
                 assert_never(op)
 
-    def _op_failed(self, op: Op, outcome: OpFailed, *, now: float) -> None:
+    def _op_failed(self, op: Op, outcome: OpFailed) -> None:
         """The chunk's sums are spoilt, or its parameters: do nothing more until a new generation."""
-        self._story.tell("op", f"{type(op).__name__} failed: {outcome.reason}", now=now)
         if isinstance(op, ApplyOp):
             self._exit(f"an update failed halfway: {outcome.reason}", is_clean=False)
             return

@@ -65,7 +65,7 @@ class Boundary:
             return
         reason = f"{' and '.join(odd)} read other data than before: give all workers the same files"
         for worker in odd:
-            parts.blame.strike(worker, reason, is_hearsay=False, now=now)
+            parts.blame.strike(worker, reason, is_hearsay=False)
         self._fence.open(reason, now=now)
 
     # --- between steps ---
@@ -163,7 +163,7 @@ class Boundary:
             if isinstance(end, StepDecided):
                 self._commit(end.record, now=now)
                 continue
-            self._parts.blame.judged(end, now=now)
+            self._parts.blame.judged(end)
             if isinstance(end, Outvoted):
                 continue
             noticed = self._parts.incidents.noticed

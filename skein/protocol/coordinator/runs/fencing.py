@@ -45,7 +45,7 @@ class Fence:
         """Strike a worker for a failure on or towards it, and try again: without it after too many times."""
         if self._course.is_gathering or worker not in self._parts.members:
             return
-        self._parts.blame.strike(worker, reason, is_hearsay=is_hearsay, now=now)
+        self._parts.blame.strike(worker, reason, is_hearsay=is_hearsay)
         kind = IncidentKind.LINK_FAILED if is_hearsay else IncidentKind.WORKER_FAILED
         self.failed(kind, worker, f"{worker}: {reason}", now=now)
 
@@ -55,7 +55,7 @@ class Fence:
             self.blame(worker, trouble.reason, is_hearsay=False, now=now)
             return
         here = (entry.hello.worker for entry in self._parts.candidates())
-        reason = self._parts.misfits.judge(worker, trouble, [x for x in here if x != worker], now=now)
+        reason = self._parts.misfits.judge(worker, trouble, [x for x in here if x != worker])
         if reason is not None:
             self._stopping.fail(reason, now=now)
         else:
@@ -78,9 +78,8 @@ class Fence:
             return
         self._course.enter(FencePhase(may_go_on=phase.may_go_on or phase.is_computing), reason)
         parts.fenced(now=now)
-        generation = parts.members.open_generation(reason, now=now)
+        parts.members.open_generation(reason, now=now)
         parts.asking.opened(now=now)
-        parts.blame.story.tell("generation", f"{generation}: {reason}", now=now)
 
     def change(self, reason: str, *, may_go_on: bool, now: float) -> None:
         """Between steps another plan is wanted, unless the run may go on with the present one."""

@@ -130,7 +130,7 @@ class Run:
             case DataOpened():
                 parts.improving.opened(worker, report)
                 if worker not in parts.members.placed:  # who has a place keeps that
-                    parts.misfits.opened(worker, report, now=now)
+                    parts.misfits.opened(worker, report)
             case CheckpointWritten() | CheckpointUnwritten():
                 parts.vigil.moved(now=now)
                 parts.savings.heard(worker, report, now=now)
@@ -261,10 +261,6 @@ class Run:
         return min(parts.stepping.grace_ends_at(), parts.vigil.barks_at(self.plan))
 
     # --- for others to see ---
-
-    def story(self, about: str) -> tuple[str, ...]:
-        """The last lines about "generation" or a worker."""
-        return self._parts.blame.story.of(about)
 
     @property
     def phase(self) -> RunPhase:

@@ -83,7 +83,7 @@ class Storage(RunPart):
         """A worker cannot read a checkpoint; gives a reason to plan anew, or "": the coordinator reads it first."""
         incidents.noticed(IncidentKind.STORAGE_FAILED, (worker,), report.reason, silent_s=0.0, now=now)
         if not report.version:
-            self._blame.set_aside({worker: report.reason}, now=now)
+            self._blame.set_aside({worker: report.reason})
             return f"{worker}: {report.reason}"
         self._unread.setdefault(report.version, {})[worker] = report.reason
         self._look_at([c for c in self._job.checkpoints if c.version == report.version])
@@ -109,7 +109,7 @@ class Storage(RunPart):
         if not unread:
             return Finding()
         if condition is Condition.WHOLE:
-            self._blame.set_aside(unread, now=now)
+            self._blame.set_aside(unread)
             reason = f"checkpoint {version} is whole, and {', '.join(sorted(unread))} cannot read it"
             return Finding(reason=reason)
         if not is_known:

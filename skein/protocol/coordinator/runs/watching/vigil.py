@@ -75,7 +75,7 @@ class Vigil(RunPart):
         late = self._members.late() if isinstance(phase, BuildPhase) else ()
         reason = phase.standstill(still_s)
         incidents.noticed(IncidentKind.STALLED, late, reason, silent_s=still_s, now=now)
-        blame.exclude(late, reason, now=now)
+        blame.exclude(late, reason)
         self._num_barks = min(self._num_barks + 1, _MAX_DOUBLINGS)
         return reason
 

@@ -9,19 +9,17 @@ from skein.protocol.coordinator.runs.workers.disputes import Disputes
 from skein.protocol.coordinator.runs.workers.strikes import Strikes
 from skein.protocol.log.history import JobHistory
 from skein.protocol.membership.membership import Entry
-from skein.protocol.membership.story import Story
 from skein.protocol.messages.directives import StepRecord
 from skein.protocol.rounds.round import Outvoted, RoundFailed
 from skein.types import WorkerId
 
 
 class Blame(RunPart):
-    """The strikes of one run, and its stories."""
+    """The strikes of one run."""
 
     def __init__(self, job: JobHistory, outbox: Outbox) -> None:
         self.strikes = Strikes()
         self._disputes = Disputes()
-        self.story = Story()
         self._job = job
         self._out = outbox
 
@@ -35,38 +33,32 @@ class Blame(RunPart):
         if self.strikes.joined(entry.hello.worker, entry.hello.incarnation):
             self._disputes.forget(entry.hello.worker)
 
-    def strike(
-        self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float, lasts: bool = False
-    ) -> None:
+    def strike(self, worker: WorkerId, reason: str, *, is_hearsay: bool, lasts: bool = False) -> None:
         """Count a failure, which the worker itself reported unless `is_hearsay`; `lasts`: as of `Strikes.strike`."""
-        self.story.tell(worker, reason, now=now)
         if self.strikes.strike(worker, reason, is_hearsay=is_hearsay, lasts=lasts):
             self._log(f"excluded={worker}: {reason}")
 
-    def judged(self, end: Outvoted | RoundFailed, *, now: float) -> None:
+    def judged(self, end: Outvoted | RoundFailed) -> None:
         """Strike workers that reported what cannot be; of those that disagree too often, exclude the least credible."""
         if not (isinstance(end, RoundFailed) and end.is_disputed):
             for worker in end.blamed:
-                self.strike(worker, end.reason, is_hearsay=False, lasts=True, now=now)
+                self.strike(worker, end.reason, is_hearsay=False, lasts=True)
             return
         going = self._disputes.disputed(end.blamed)
         for worker in going:
-            self.story.tell(worker, end.reason, now=now)
             self.strikes.convict(worker, end.reason, may_be_wrong=len(going) < len(end.blamed))
             self._log(f"excluded={worker}: {end.reason}")
             self._tell(self.strikes.acquit(self._disputes.cleared(worker)))
 
-    def set_aside(self, reasons: Mapping[WorkerId, str], *, now: float, lasts: bool = False) -> None:
+    def set_aside(self, reasons: Mapping[WorkerId, str], *, lasts: bool = False) -> None:
         """Give these no work until a step is committed, or longer: they lack what is no fault of theirs."""
         for worker, reason in reasons.items():
-            self.story.tell(worker, reason, now=now)
             self.strikes.set_aside(worker, reason, lasts=lasts)
             self._log(f"excluded={worker} for now: {reason}")
 
-    def exclude(self, workers: tuple[WorkerId, ...], reason: str, *, now: float) -> None:
+    def exclude(self, workers: tuple[WorkerId, ...], reason: str) -> None:
         """Give these no more work until the run cannot do without."""
         for worker in workers:
-            self.story.tell(worker, reason, now=now)
             self.strikes.exclude(worker, reason)
             self._log(f"excluded={worker}: {reason}")
 

@@ -25,9 +25,7 @@ class Misfits:
         self._blamed = blamed
         self._witnesses: dict[WorkerId, str] = {}
 
-    def judge(
-        self, worker: WorkerId, trouble: Trouble, others: Collection[WorkerId], *, now: float
-    ) -> str | None:
+    def judge(self, worker: WorkerId, trouble: Trouble, others: Collection[WorkerId]) -> str | None:
         """Reason why the job has failed; None: the worker is set aside.
 
         Args:
@@ -37,10 +35,10 @@ class Misfits:
             self._witnesses[worker] = trouble.reason
             if len(self._witnesses) >= NUM_WITNESSES or not others:
                 return f"{worker}: {trouble.reason}"
-        self._blamed.set_aside({worker: trouble.reason}, now=now, lasts=True)
+        self._blamed.set_aside({worker: trouble.reason}, lasts=True)
         return None
 
-    def opened(self, worker: WorkerId, report: DataOpened, *, now: float) -> None:
+    def opened(self, worker: WorkerId, report: DataOpened) -> None:
         """A worker that is to come could not open the data."""
         if report.error and report.job == self._job.job:
-            self._blamed.set_aside({worker: report.error}, now=now, lasts=True)
+            self._blamed.set_aside({worker: report.error}, lasts=True)
