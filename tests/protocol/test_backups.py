@@ -38,7 +38,7 @@ class Copying:
         pairs = [(a, b) for a in PLAN.workers for b in PLAN.workers if a != b]
         rate = 1e4 if slow else 1e12
         links = {(a, b): Link(sender=a, receiver=b, latency_s=0.0, bytes_per_s=rate) for a, b in pairs}
-        self.backups = Backups(self.job, members, self.outbox, links)
+        self.backups = Backups(members, links)
         self.outbox.drain()
 
     def steps(self, until: int, *, arrive: bool = True) -> list[int]:
@@ -46,7 +46,7 @@ class Copying:
         asked = []
         while self.job.version < until:
             if self.backups.is_due():
-                self.backups.ask(PLAN, self.entries, step_s=1.0)
+                self.backups.step_begins(PLAN, self.entries, step_s=1.0)
                 asked.append(self.job.version + 1)
                 for stage in PLAN.stages if arrive else ():
                     here = Prefetched(job=JOB, stage=stage, version=Step(asked[-1]), error="")
@@ -85,7 +85,7 @@ def test_copies_that_fail_or_that_a_generation_cuts_short_are_told_of() -> None:
     copying.backups.prefetched(error)
     assert "stage 0 at version 10 was not copied: no memory" in copying.lines()[0]
     copying.steps(20, arrive=False)
-    copying.backups.fenced()
+    copying.backups.fenced(now=0.0)
     assert "a new generation began while version 20 was copied" in copying.lines()[0]
     assert copying.steps(30) == [30]
 

@@ -279,9 +279,9 @@ def test_the_vigil_waits_for_what_the_plan_says_and_twice_as_long_each_time_it_w
     desk = Desk()
     desk.submit(small_job())
     [job] = desk.machine.history.jobs.values()
-    outbox = Outbox(desk.machine.history)
-    vigil = Vigil(Members(job, Membership(), outbox), Measured(job.spec), now=0.0)
-    incidents, blame = Incidents(job, outbox), Blame(job, outbox)
+    members = Members(job, Membership(), Outbox(desk.machine.history))
+    vigil = Vigil(members, Measured(job.spec), now=0.0)
+    incidents, blame = Incidents(members), Blame(members)
     slow = replace(plan_of(1.0), predicted_step_s=STALL_S)
     assert vigil.barks_at(None) == STALL_S
     assert vigil.barks_at(slow) == STALL_STEPS * STALL_S

@@ -12,7 +12,7 @@ from tests.support.jobs import small_job
 def evaluation() -> tuple[Evaluation, Outbox]:
     outbox = Outbox(History())
     job = JobHistory(job=JobId("j-1"), key="k", spec=small_job(), submitted_wall_s=0.0)
-    return Evaluation(job, Members(job, Membership(), outbox), outbox), outbox
+    return Evaluation(Members(job, Membership(), outbox)), outbox
 
 
 def test_too_few_validation_samples_are_told_and_never_due() -> None:

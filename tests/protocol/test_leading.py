@@ -32,7 +32,7 @@ def leading(*, recheck_ratio: float = 0.0, layout: Layout = Layout.LINE) -> Lead
     job = small_job(stages=1, replicas=4, layout=layout).model_copy(update={"aggregation": rule})
     history = JobHistory(job=JobId("j"), key="k", spec=job, submitted_wall_s=0.0, version=STEP)
     outbox = Outbox(History())
-    return Leading(history, Members(history, Membership(), outbox), outbox)
+    return Leading(Members(history, Membership(), outbox))
 
 
 def score(machine: Leading, losses: Mapping[str, float]) -> Leaders | None:

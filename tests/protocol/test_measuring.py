@@ -8,12 +8,10 @@ import pytest
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.load import stage_loads
 from skein.plan.plan import ChunkTime, Plan, TransferTime
-from skein.protocol.coordinator.runs.part import Adoption
 from skein.protocol.coordinator.runs.watching.measuring import NUM_STEPS, Measured
-from skein.protocol.membership.membership import Lost
 from skein.protocol.messages.reports import TimesMeasured
 from skein.topology.fleet import Fleet, Link
-from skein.types import Generation, Incarnation, WorkerId
+from skein.types import Generation, WorkerId
 from tests.plan.builders import fleet, link
 from tests.support.jobs import small_job
 
@@ -143,21 +141,17 @@ def test_a_step_is_believed_after_enough_of_them_and_another_plan_begins_anew() 
     few = measured.step_s
     measured.step_took(4.0)
     enough = measured.step_s
-    measured.adopted(Adoption(plan=PLAN), now=0.0)
+    measured.adopted()
     assert NUM_STEPS == 5
     assert (few, enough, measured.step_s) == (None, 3.0, None)
-
-
-def gone(worker: WorkerId) -> Lost:
-    return Lost(worker=worker, incarnation=Incarnation("1"), reason="", silent_s=0.0, is_final=True)
 
 
 def test_a_lost_worker_takes_its_times_along() -> None:
     measured = Measured(SPEC)
     told(measured, FIRST, 2.0, taken(5.0))
-    measured.lost(gone(LAST), is_missed=True, now=0.0)
+    measured.lost(LAST)
     assert measured.transfer_time(FIRST, LAST, LINKS) is None
-    measured.lost(gone(FIRST), is_missed=True, now=0.0)
+    measured.lost(FIRST)
     assert measured.on(ON, LINKS).stage_times == ()
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in the making, strikes, and stories: small things with a memory."""
+"""Checkpoints in the making: who saves what, and what is durable."""
 
 from collections.abc import Mapping, Sequence
 
@@ -49,8 +49,7 @@ def savings(*versions: int) -> Savings:
 
 
 def savings_of(job: JobHistory) -> Savings:
-    outbox = Outbox(History())
-    return Savings(job, Members(job, Membership(), outbox), outbox)
+    return Savings(Members(job, Membership(), Outbox(History())))
 
 
 def job_of(*, version: int = 0, save_every: int = 4, steps: int = 20, saved: int = 0) -> JobHistory:
@@ -169,7 +168,7 @@ def asked(rule: AggregationSpec, plan: Plan, *, main: int, leaving: Sequence[str
     members = Members(job, membership, outbox)
     members.open_generation("here", now=0.0)
     outbox.commands.clear()
-    Savings(job, members, outbox).ask(plan, main=main)
+    Savings(members).ask(plan, main=main)
     return {
         x.worker: x.directive
         for x in outbox.commands
@@ -234,8 +233,7 @@ def led_by(*scores: float) -> Leading:
     """After an election among as many walkers, over the plan `LED`."""
     job = job_of(version=5)
     job.spec = job.spec.model_copy(update={"aggregation": LSGD})
-    outbox = Outbox(History())
-    leading = Leading(job, Members(job, Membership(), outbox), outbox)
+    leading = Leading(Members(job, Membership(), Outbox(History())))
     leading.begin(LED)
     for walker, score in enumerate(scores):
         report = EvaluationDone(
@@ -265,8 +263,7 @@ def test_the_main_walker_is_the_one_that_led_last_wherever_a_plan_has_it() -> No
 
 def test_without_its_leader_the_first_walker_is_the_main_one() -> None:
     assert led_by(3.0, 2.0, 1.0).main(grid_plan(stages=2, replicas=2)) == 0
-    job = job_of()
-    assert Leading(job, Members(job, Membership(), Outbox(History())), Outbox(History())).main(LED) == 0
+    assert Leading(Members(job_of(), Membership(), Outbox(History()))).main(LED) == 0
 
 
 def test_all_walkers_go_back_to_those_of_their_number() -> None:

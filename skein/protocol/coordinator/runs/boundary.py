@@ -143,9 +143,11 @@ class Boundary:
             self._stopping.save(self._plan())
 
     def _begin_step(self, *, now: float) -> None:
+        parts = self._parts
         self._course.step()
-        self._parts.stepping.begin(now=now)
-        self._parts.improving.step_begins(self._parts.candidates(), now=now)
+        parts.stepping.begin(now=now)
+        parts.improving.step_begins(now=now)
+        parts.backups.step_begins(self._plan(), parts.candidates(), step_s=parts.measured.step_s)
 
     def voted(self, worker: WorkerId, vote: Vote, *, now: float) -> None:
         """A holder says what its group's result is, and of its leader what it has found."""

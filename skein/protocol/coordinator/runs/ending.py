@@ -9,7 +9,6 @@ Rules of this file
 from dataclasses import dataclass
 
 from skein.plan.plan import Plan
-from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.checkpoints.keeping import newest_sound
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.log.divergence import Doubt
@@ -64,10 +63,6 @@ def divergence_text(job: JobHistory, diverged: Diverged) -> str:
 class Ending(RunPart):
     """Looks at what is recorded of a job at every boundary between two steps."""
 
-    def __init__(self, job: JobHistory, outbox: Outbox) -> None:
-        self._job = job
-        self._out = outbox
-
     def look(self, *, is_evaluated: bool, now: float) -> None:
         """Record that training has diverged, once, if it has; the last version is judged when it is evaluated."""
         job = self._job
@@ -88,7 +83,7 @@ class Ending(RunPart):
         )
         self._out.record(diverged)
         does = "" if job.spec.on_divergence != "ignore" else "; it goes on, for on_divergence is ignore"
-        self._out.log(f"{divergence_text(job, diverged)}{does}", job=job.job)
+        self._log(f"{divergence_text(job, diverged)}{does}")
 
     def due(self) -> Stop | Rewind | None:
         """Stop or rewind that comes after the job's version instead of the next step; None if that step does."""
@@ -114,7 +109,7 @@ class Ending(RunPart):
             self._out.record(JobHeld(job=job, reason=stop.reason, wall_s=now))
         else:
             self._out.record(JobEnded(job=job, state=stop.state, reason=stop.reason, wall_s=now))
-        self._out.log(f"{stop.state.value}: {stop.reason}", job=job)
+        self._log(f"{stop.state.value}: {stop.reason}")
 
     def halted(self, saved: Step, *, may_save: bool, because: str = "") -> Stop | None:
         """Stop of a run that somebody wants to end, if nothing newer than version `saved` is to come; else None.

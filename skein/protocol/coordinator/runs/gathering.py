@@ -1,8 +1,7 @@
 """Before a generation is opened: how long to wait for more workers, and whether another plan is worth a try."""
 
-from collections.abc import Iterable
-
 from skein.protocol.coordinator.runs.part import RunPart
+from skein.protocol.coordinator.runs.workers.members import Members
 from skein.types import WorkerId
 
 GATHER_S = 3.0
@@ -17,12 +16,13 @@ checkpoints that a run waits for."""
 class Gathering(RunPart):
     """Workers that came since the last generation was opened, and workers that are waited for."""
 
-    def __init__(self, awaited: Iterable[WorkerId], *, now: float) -> None:
+    def __init__(self, members: Members, *, now: float) -> None:
+        super().__init__(members)
         self.is_hopeless = False
         """No plan exists for those who are here; only somebody else could help."""
         self.has_newcomer = False
         self.pardons_at: float | None = None
-        self._awaited = set(awaited)
+        self._awaited = {member.worker for member in self._job.members}
         self._gather_until = now + GATHER_S
         self._return_until = now + RETURN_S
 

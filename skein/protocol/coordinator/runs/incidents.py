@@ -4,10 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from skein.plan.changing.unfinished import Contribution
-from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.placing.resuming import Resumed
-from skein.protocol.log.history import JobHistory
+from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.incident import incident_line
 from skein.protocol.log.records import Incident, IncidentKind, Remedy, Replayed
 from skein.protocol.membership.membership import Lost
@@ -17,9 +16,8 @@ from skein.types import MicrobatchId, StageIndex, Step, WorkerId
 class Incidents(RunPart):
     """The failure that a run is recovering from, if it is. What fails before it is over belongs to it."""
 
-    def __init__(self, job: JobHistory, outbox: Outbox) -> None:
-        self._job = job
-        self._out = outbox
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
         self._kind: IncidentKind | None = None
         self._workers: dict[WorkerId, None] = {}
         self._reason = ""

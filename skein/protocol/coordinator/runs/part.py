@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.placing.resuming import Resumed
+from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.membership.membership import Lost
 from skein.protocol.messages.directives import StepRecord
 
@@ -33,7 +34,16 @@ class Adoption:
 
 
 class RunPart:
-    """A part of a run. What does not concern it changes nothing."""
+    """A part of a run, for its job and with its members. What does not concern it changes nothing."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._job = members.job
+        self._out = members.out
+
+    def _log(self, words: str) -> None:
+        """Tell people of the job."""
+        self._out.log(words, job=self._job.job)
 
     def fenced(self, *, now: float) -> None:
         """A generation is opened: whatever was asked for under older ones is void."""

@@ -8,7 +8,9 @@ from skein.protocol.coordinator.runs.checkpoints.savings import Savings
 from skein.protocol.coordinator.runs.checkpoints.storage import Storage
 from skein.protocol.coordinator.runs.ending import Ending
 from skein.protocol.coordinator.runs.gathering import Gathering
+from skein.protocol.coordinator.runs.improving.backups import Backups
 from skein.protocol.coordinator.runs.improving.improving import Improving
+from skein.protocol.coordinator.runs.improving.joining import Joining
 from skein.protocol.coordinator.runs.incidents import Incidents
 from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.placing.asking import Asking
@@ -48,59 +50,50 @@ class Parts:
         self.live = membership.live
         self.out = outbox
         self.measured = measured
-        self.gathering = Gathering((member.worker for member in job.members), now=now)
-        self.members = Members(job, membership, outbox)
-        self.blame = Blame(job, outbox)
+        self.members = members = Members(job, membership, outbox)
+        self.gathering = Gathering(members, now=now)
+        self.blame = Blame(members)
         self.misfits = Misfits(job, self.blame)
-        self.storage = Storage(job, self.blame, self.gathering, outbox)
-        self.savings = Savings(job, self.members, outbox)
-        self.evaluation = Evaluation(job, self.members, outbox)
-        self.holdings = Holdings(job, self.members)
-        self.placement = Placement(job, self.members, self.holdings, outbox, links=links, measured=measured)
-        self.asking = Asking(job, self.members, absence, self.holdings, measured, outbox, now=now)
-        self.improving = Improving(job, self.members, self.placement, measured, outbox, links)
-        self.leading = Leading(job, self.members, outbox)
-        self.stepping = Stepping(job, self.placement, self.members, self.leading, outbox)
-        self.incidents = Incidents(job, outbox)
-        self.ending = Ending(job, outbox)
-        self.vigil = Vigil(self.members, measured, now=now)
-        # In this order: what several have to say of one thing stands in the log as it always has.
-        self.told: tuple[RunPart, ...] = (
-            self.members,
-            measured,
-            self.placement,
-            self.blame,
-            self.vigil,
-            self.gathering,
-            self.savings,
-            self.storage,
-            self.leading,
-            self.stepping,
-            self.ending,
-            self.improving,
-            self.incidents,
-        )
+        self.storage = Storage(members, self.blame, self.gathering)
+        self.savings = Savings(members)
+        self.evaluation = Evaluation(members)
+        self.holdings = Holdings(members)
+        self.placement = Placement(members, self.holdings, measured, links)
+        self.asking = Asking(members, absence, self.holdings, measured, now=now)
+        self.backups = Backups(members, links)
+        self.joining = Joining(members)
+        self.improving = Improving(members, self.placement, measured, self.joining)
+        self.leading = Leading(members)
+        self.stepping = Stepping(members, self.placement, self.leading)
+        self.incidents = Incidents(members)
+        self.ending = Ending(members)
+        self.vigil = Vigil(members, measured, now=now)
+        # In the order in which they are made: what several have to say of one thing stands in the log as it always has.
+        self._told = [part for part in vars(self).values() if isinstance(part, RunPart)]
 
     # --- what all are told ---
 
     def fenced(self, *, now: float) -> None:
         """A generation is opened: whatever was asked for under older ones is void."""
-        for part in self.told:
+        for part in self._told:
             part.fenced(now=now)
 
     def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
         """A worker is gone; `is_missed`: the phase depended on it."""
-        for part in self.told:
+        self.members.lost(change.worker)
+        self.measured.lost(change.worker)
+        for part in self._told:
             part.lost(change, is_missed=is_missed, now=now)
 
     def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
         """A step is recorded, and not announced yet."""
-        for part in self.told:
+        for part in self._told:
             part.committed(record, plan, now=now)
 
     def adopted(self, adoption: Adoption, *, now: float) -> None:
         """A plan is recorded and assigned."""
-        for part in self.told:
+        self.measured.adopted()
+        for part in self._told:
             part.adopted(adoption, now=now)
 
     # --- who is here ---

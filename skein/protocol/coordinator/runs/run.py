@@ -126,9 +126,11 @@ class Run:
             case Beat():
                 parts.vigil.beat(worker, report)
             case Prefetched():
-                parts.improving.prefetched(worker, report)
+                parts.members.copied(worker, report)
+                parts.joining.prefetched(worker, report)
+                parts.backups.prefetched(report)
             case DataOpened():
-                parts.improving.opened(worker, report)
+                parts.joining.opened(worker, report)
                 if worker not in parts.members.placed:  # who has a place keeps that
                     parts.misfits.opened(worker, report)
             case CheckpointWritten() | CheckpointUnwritten():

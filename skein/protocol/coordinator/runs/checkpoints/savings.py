@@ -14,12 +14,11 @@ from dataclasses import replace
 
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.plan import Plan
-from skein.protocol.coordinator.coordinator_io import ManifestWritten, Outbox, PruneCheckpoints, WriteManifest
+from skein.protocol.coordinator.coordinator_io import ManifestWritten, PruneCheckpoints, WriteManifest
 from skein.protocol.coordinator.runs.checkpoints.keeping import kept_with
 from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.placing.planning import fingerprint_of
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import CheckpointCommitted, StageFiles
 from skein.protocol.messages.directives import CheckpointFile, Save
 from skein.protocol.messages.reports import CheckpointUnwritten, CheckpointWritten
@@ -38,10 +37,8 @@ _Part = tuple[StageIndex, int]
 class Savings(RunPart):
     """Collects a checkpoint's stages. What is never completed is simply never committed."""
 
-    def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
-        self._job = job
-        self._members = members
-        self._out = outbox
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
         self.waits_for = ""
         """Reason why the checkpoint that the run waits for could not be written, the last time."""
         self.again_at: float | None = None
@@ -247,7 +244,7 @@ class Savings(RunPart):
     def _tell(self, version: Step, said: str) -> None:
         line = f"checkpoint {version}: {said}"
         if line != self.waits_for:
-            self._out.log(f"checkpoint={version} {said}", job=self._job.job)
+            self._log(f"checkpoint={version} {said}")
         self.waits_for = line
 
     def record(self, checkpoint: CheckpointCommitted) -> None:
@@ -258,7 +255,7 @@ class Savings(RunPart):
         self._out.record(
             replace(checkpoint, keeps=kept_with(job, checkpoint.version, self._out.history.jobs.values()))
         )
-        self._out.log(f"checkpoint={checkpoint.version}", job=job.job)
+        self._log(f"checkpoint={checkpoint.version}")
         keep = tuple(kept.version for kept in job.checkpoints)
         self._out.do(PruneCheckpoints(job=job.job, url=checkpoint.url, keep=keep))
 

@@ -15,6 +15,7 @@ from skein.protocol.coordinator.runs.incidents import Incidents
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.placing.sources import Sources
 from skein.protocol.coordinator.runs.workers.blame import Blame
+from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import CheckpointChecked, CheckpointCommitted, IncidentKind
 from skein.protocol.messages.directives import SourceKind
@@ -56,11 +57,10 @@ class Finding:
 class Storage(RunPart):
     """Knowledge of one run about the place where its checkpoints lie, and what it waits for there."""
 
-    def __init__(self, job: JobHistory, blame: Blame, gathering: Gathering, outbox: Outbox) -> None:
-        self._job = job
+    def __init__(self, members: Members, blame: Blame, gathering: Gathering) -> None:
+        super().__init__(members)
         self._blame = blame
         self._gathering = gathering
-        self._out = outbox
         self._is_waiting = False
         self._is_lost = False
         """Whether the run waits for one of the checkpoints that are damaged."""

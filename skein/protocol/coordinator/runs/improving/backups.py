@@ -4,6 +4,7 @@ Rules of this file
 - All stages are copied at the same versions, for the job can only go back to a version that it has of every stage.
 - Whoever keeps a copy is a member, so that it hears of roll-backs, and holds another stage, far away if it can be.
 - The copies before the newest whole set may go, and not before it is whole.
+- Of many walkers nothing is kept elsewhere: a stage of one is of no use to another.
 - Copies that are not made as often as the job asks are told of, once for each reason.
 """
 
@@ -12,9 +13,8 @@ from math import ceil
 
 from skein.plan.load import stage_loads
 from skein.plan.plan import Plan
-from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.log.history import JobHistory
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.directives import Prefetch, Snapshot
 from skein.protocol.messages.reports import Ack, Prefetched
@@ -25,31 +25,25 @@ _PATIENCE = 5
 """Rounds that a copy may take."""
 
 
-class Backups:
+class Backups(RunPart):
     """Copies that were asked for, and the newest version of which every stage has a copy elsewhere."""
 
-    def __init__(
-        self,
-        job: JobHistory,
-        members: Members,
-        outbox: Outbox,
-        links: Mapping[tuple[WorkerId, WorkerId], Link],
-    ) -> None:
-        self._job = job
-        self._members = members
-        self._out = outbox
+    def __init__(self, members: Members, links: Mapping[tuple[WorkerId, WorkerId], Link]) -> None:
+        super().__init__(members)
         self._links = links
         self._whole = Step(0)
         self._asked = Step(0)
-        self._every = job.spec.backup.every_steps
+        self._every = self._job.spec.backup.every_steps
         self._missing: dict[Step, set[StageSpec]] = {}
         self._why = ""
         """Reason why copies came later than asked, or not at all, the last time."""
 
     def is_due(self) -> bool:
         """Whether the step in progress ends at a version that is to be copied."""
-        version, every = self._job.version + 1, self._job.spec.backup.every_steps
-        if every == 0 or version < self._asked + self._every:
+        version, spec = self._job.version + 1, self._job.spec
+        if not (spec.backup.every_steps and spec.aggregation.walkers.have_equal_holders):
+            return False
+        if version < self._asked + self._every:
             return False
         # A donor keeps few snapshots: a round is given the time to end before the next one begins.
         if not self._missing or version >= self._asked + _PATIENCE * self._every:
@@ -61,20 +55,19 @@ class Backups:
         """Copies are late, for a reason that may have been told already."""
         if why != self._why:
             every, newest = self._job.spec.backup.every_steps, self._whole or "none"
-            self._out.log(
-                f"stages are not copied every {every} steps (newest copies: {newest}): {why}",
-                job=self._job.job,
-            )
+            self._log(f"stages are not copied every {every} steps (newest copies: {newest}): {why}")
         self._why = why
 
-    def ask(self, plan: Plan, candidates: Iterable[Entry], *, step_s: float | None) -> None:
-        """Have the coming version copied: each stage by one of its holders, to one who does not hold it.
+    def step_begins(self, plan: Plan, candidates: Iterable[Entry], *, step_s: float | None) -> None:
+        """Have the coming version copied if it is due: each stage by a holder, to one who does not hold it.
 
         Args:
             plan: what is held.
             candidates: who may keep copies.
             step_s: what a step takes, if that is known: copies are made so seldom that links bear them.
         """
+        if not self.is_due():
+            return
         version = Step(self._job.version + 1)
         keepers = _keepers(plan, [entry for entry in candidates if self._members.is_this(entry)])
         if len(keepers) < len(plan.stages):
@@ -135,17 +128,18 @@ class Backups:
             del self._missing[report.version]
             self._why = ""
 
-    def fenced(self) -> None:
+    def fenced(self, *, now: float) -> None:
         """A new generation: who was to take a snapshot has been told to forget it."""
         if self._missing:
             self._tell(f"a new generation began while version {self._asked} was copied")
         self._missing.clear()
 
-    def rolled_back(self) -> None:
-        """Forget the copies that were asked for: they are of a history that does not count."""
-        self._missing.clear()
-        self._whole = min(self._whole, self._job.version)
-        self._asked = Step(0)
+    def adopted(self, adoption: Adoption, *, now: float) -> None:
+        """Forget the copies that were asked for if the plan gives steps up: their history does not count."""
+        if adoption.gives_up:
+            self._missing.clear()
+            self._whole = min(self._whole, self._job.version)
+            self._asked = Step(0)
 
 
 def newest_whole(

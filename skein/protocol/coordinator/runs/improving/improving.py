@@ -1,33 +1,28 @@
-"""While steps go on: a better plan is looked for, and what it needs is brought to where it needs it, beside them.
+"""While steps go on: a better plan is looked for, and put in place at a boundary once what it needs is there.
 
 Rules of this file
-- Nothing here stops a step. A plan that is wished for is put in place at a boundary, when its copies are there.
+- Nothing here stops a step: others are asked for, and fetched for, beside the plan that runs.
 - What was lost is given back without a search: the plan as it was before, with whoever is here for it.
 - Who comes and goes is let in less and less often.
-- What a step applies is a reduced gradient under plain all-reduce alone: under other rules no copy can follow the
-  steps, and who is new fetches what a peer has when the plan is put in place. Of many walkers nothing is kept
-  elsewhere: a stage of one is of no use to another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
 
-from skein.config.job import ParallelSpec
+from skein.plan.changing.clauses import About, Clause
+from skein.plan.changing.redundancy import num_missing
 from skein.plan.plan import Plan
-from skein.protocol.coordinator.coordinator_io import Outbox, PlanMade
-from skein.protocol.coordinator.runs.improving.backups import Backups
+from skein.protocol.coordinator.coordinator_io import PlanMade
 from skein.protocol.coordinator.runs.improving.joining import Joining
-from skein.protocol.coordinator.runs.improving.replanning import Backoff
-from skein.protocol.coordinator.runs.improving.revision import Revision
+from skein.protocol.coordinator.runs.improving.replanning import Backoff, Replanning, Seen
 from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.placing.placement import Placement
 from skein.protocol.coordinator.runs.placing.planning import num_wanted
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.log.history import JobHistory
 from skein.protocol.membership.membership import Entry, Lost
 from skein.protocol.messages.directives import StepRecord
-from skein.protocol.messages.reports import DataOpened, Prefetched
-from skein.topology.fleet import Link
 from skein.types import WorkerId
 
 FLAP_S = 2.0
@@ -35,120 +30,140 @@ FLAP_S = 2.0
 
 
 class Improving(RunPart):
-    """Work that goes on beside the steps of a run. The run says what happens, and asks what is wanted."""
+    """Carries out the policy of `Replanning` for a run: what it sees goes in, a wish to change comes out."""
 
-    def __init__(
-        self,
-        job: JobHistory,
-        members: Members,
-        placement: Placement,
-        measured: Measured,
-        outbox: Outbox,
-        links: Mapping[tuple[WorkerId, WorkerId], Link],
-    ) -> None:
-        self._revision = Revision(job, placement, measured, outbox)
-        parallel: ParallelSpec = job.spec.parallel
-        self._num_wanted = num_wanted(parallel)
-        self._members = members
+    def __init__(self, members: Members, placement: Placement, measured: Measured, joining: Joining) -> None:
+        super().__init__(members)
+        self._policy = Replanning(off_by=self._job.spec.plan.replan_if_off_by)
         self._placement = placement
         self._measured = measured
-        may_follow = job.spec.aggregation.is_additive
-        self._joining = Joining(job, members, outbox, may_follow=may_follow)
-        self._backups = Backups(job, members, outbox, links)
+        self._joining = joining
         self._losses: dict[WorkerId, Backoff] = {}
-        self._may_back_up = job.spec.aggregation.walkers.have_equal_holders
+        self._wish: str | None = None
+        """Reason to put the chosen plan in place; None: it is not."""
+        self._why = ""
+        self._began_s = -inf
+        self._fenced_s: float | None = None
 
     # --- what happens ---
 
     def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
         """A worker is gone; who had a place is not let in again at once each time."""
-        worker = change.worker
-        self._joining.lose(worker)
         if is_missed:
-            self._losses.setdefault(worker, Backoff(FLAP_S)).happened(now=now)
+            self._losses.setdefault(change.worker, Backoff(FLAP_S)).happened(now=now)
 
     def fenced(self, *, now: float) -> None:
         """A generation is opened: whatever was asked for beside the older one is void."""
-        self._backups.fenced()
-        self._joining.fenced()
-        self._revision.fenced(now=now)
+        self._wish = None
+        self._placement.forget_question()
+        self._policy.overtaken()
+        # Of several in a row the last: waiting for workers between them is no price of a change.
+        self._fenced_s = now if self._job.version else None
 
     def adopted(self, adoption: Adoption, *, now: float) -> None:
-        """Stop fetching, for the plan that it was for is in place, unless the run goes on by the plan that it had."""
-        if adoption.resumed is None:
-            self._joining.over()
-        else:
-            self._revision.resumed(adoption.plan, now=now)
-        if adoption.gives_up:
-            self._backups.rolled_back()
+        """A step may go on by this plan, which nobody searched for; but who was lost may soon be back."""
+        if adoption.resumed is not None:
+            self._policy.adopted(adoption.plan, adoption.plan.workers, may_improve=True)
+            self._policy.backoff.happened(now=now)
 
     def kept(self, plan: Plan) -> None:
         """A plan that was at hand is to be put in place."""
-        self._revision.kept(plan)
+        self._policy.kept(plan)
 
-    def chose(self, plan: Plan, candidates: list[Entry], *, may_improve: bool) -> None:
+    def chose(self, plan: Plan, candidates: Sequence[Entry], *, may_improve: bool) -> None:
         """A plan made for these candidates is to be put in place."""
-        self._revision.adopted(plan, candidates, may_improve=may_improve)
+        self._policy.adopted(plan, (x.hello.worker for x in candidates), may_improve=may_improve)
 
-    def answered(self, made: PlanMade, *, now: float) -> None:
-        """The plan that was asked for beside the present one."""
-        self._revision.answered(made)
-        self._prepare(now=now)
-
-    def prefetched(self, worker: WorkerId, report: Prefetched) -> None:
-        """A copy of a stage is whole, or cannot be had."""
-        self._members.copied(worker, report)
-        self._joining.prefetched(worker, report)
-        self._backups.prefetched(report)
-
-    def opened(self, worker: WorkerId, report: DataOpened) -> None:
-        """A worker has the job's data open, or cannot."""
-        self._joining.opened(worker, report)
-
-    def step_begins(self, candidates: list[Entry], *, now: float) -> None:
-        """Note that all workers are told to begin a step, or were by the last commit; ask for copies that are due."""
-        self._revision.step_begins(now=now)
-        plan = self._placement.plan
-        if plan is not None and self._may_back_up and self._backups.is_due():
-            self._backups.ask(plan, candidates, step_s=self._measured.step_s)
+    def step_begins(self, *, now: float) -> None:
+        """Note that all workers are told to begin a step, or were by the last commit."""
+        self._began_s = now
+        if self._fenced_s is not None:
+            self._policy.changed(seconds=now - self._fenced_s)
+            self._fenced_s = None
 
     def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
-        """A step is committed: copies follow."""
-        self._revision.step_ended(now=now)
-        self._joining.committed(record)
+        """A step is: it took so long."""
+        self._measured.step_took(now - self._began_s)
 
     # --- what is wanted ---
 
     @property
     def wish(self) -> str | None:
         """Reason to put another plan in place at the next boundary, all that it needs being there; else None."""
-        return self._revision.wish if self._joining.is_ready else None
+        return self._wish if self._joining.is_ready else None
 
-    def look(self, candidates: list[Entry], *, now: float) -> None:
+    def look(self, candidates: Sequence[Entry], *, now: float) -> None:
         """Steps go on: look for a plan that is worth having."""
-        revision, plan = self._revision, self._placement.plan
+        plan = self._placement.plan
+        assert plan is not None
         steady = [entry for entry in candidates if self._is_steady(entry.hello.worker, now=now)]
-        revision.placed(len(self._members.placed), num_wanted=self._num_wanted)
-        if revision.wish is not None and self._joining.is_hopeless(now=now):
-            revision.give_up("what it needs did not come")
+        if self._wish is not None and self._joining.is_hopeless(now=now):
+            self._log(f"keeps its plan ({self._wish}): what it needs did not come")
+            self._placement.choose(None)
+            self._wish = None
             self._joining.over()
-        if revision.wish is not None and plan is not None:
+        if self._wish is not None:
             self._joining.try_again(plan)
-        if revision.wish is None and self._placement.awaited is None:
+        elif self._placement.awaited is None:
             restored = self._placement.restored(steady)
             if restored is not None:
-                revision.restore(restored)
-                self._prepare(now=now)
-        if revision.wish is None:
-            revision.consider(steady, now=now)
+                self._change_to(plan, restored, str(restored.reason.all[-1]), now=now)
+            else:
+                self._consider(plan, steady, now=now)
 
     def _is_steady(self, worker: WorkerId, *, now: float) -> bool:
         """Whether a worker has a place, or may be given one again."""
         losses = self._losses.get(worker)
         return losses is None or worker in self._members.placed or losses.may(now=now)
 
-    def _prepare(self, *, now: float) -> None:
-        """Have the workers that get a chunk under the chosen plan fetch it already."""
-        present, chosen = self._placement.plan, self._placement.chosen
-        if self._revision.wish is not None and present is not None and chosen is not None:
-            self._joining.begin(present, chosen, now=now)
+    def _change_to(self, present: Plan, coming: Plan, wish: str, *, now: float) -> None:
+        """Have this plan put in place, and the workers that get a chunk under it fetch that already."""
+        self._placement.choose(coming)
+        self._wish = wish
+        self._joining.begin(present, coming, now=now)
+
+    def _consider(self, plan: Plan, candidates: Sequence[Entry], *, now: float) -> None:
+        """Ask for another plan if there is reason to."""
+        if not self._policy.backoff.may(now=now):
+            return
+        seen = self._seen(plan, candidates)
+        why = self._policy.reason(seen, now=now)
+        if why is not None:
+            self._why = why
+            self._policy.asked(seen, now=now)
+            self._measured.planned_with()
+            self._placement.ask_beside(candidates)
+
+    def _seen(self, plan: Plan, candidates: Sequence[Entry]) -> Seen:
+        measured, links = self._measured, self._placement.links
+        step_s, off_by = measured.step_s, self._job.spec.plan.replan_if_off_by
+        return Seen(
+            step_s=step_s,
+            candidates=tuple(entry.hello.worker for entry in candidates),
+            changed_links=()
+            if step_s is None
+            else measured.changed_links(plan, links, off_by=off_by, step_s=step_s),
+            blamed=measured.blamed(plan, links),
+            stragglers=measured.stragglers,
+            measured_anew=tuple(sorted(measured.anew)),
+        )
+
+    def answered(self, made: PlanMade, *, now: float) -> None:
+        """The plan that was asked for beside the present one."""
+        present, plan = self._placement.plan, made.result
+        assert present is not None
+        verdict = self._policy.verdict(made, present, steps_left=self._job.total_steps - self._job.version)
+        if not isinstance(plan, Plan) or (verdict is not None and not self._is_safer(plan, present)):
+            self._log(f"keeps its plan ({self._why}): {verdict}")
+            return
+        reason = plan.reason.saying(Clause(self._why))
+        if not reason.has(About.MOVES):
+            reason = reason.then(Clause("nothing", About.MOVES))
+        self._change_to(present, replace(plan, reason=reason), self._why, now=now)
+
+    def _is_safer(self, plan: Plan, present: Plan) -> bool:
+        """Whether a plan gives stages holders that the job asks for and the present one lacks: that is worth it."""
+        parallel = self._job.spec.parallel
+        is_short = len(self._members.placed) < num_wanted(parallel)
+        is_wider = is_short and len(plan.workers) > len(present.workers)
+        return is_wider or num_missing(plan, parallel.replicas) < num_missing(present, parallel.replicas)

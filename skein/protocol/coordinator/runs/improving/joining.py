@@ -7,6 +7,8 @@ behind, the plan may be put in place at the next boundary.
 
 Rules of this file
 - A transfer that ends in nothing costs nothing: the wish is given up, and looked at anew.
+- What a step applies is a reduced gradient under plain all-reduce alone: under other rules no copy can follow the
+  steps, and who is new fetches what a peer has when the plan is put in place.
 - What is asked for is asked for by stage and version, so asking again after a change of generation begins nothing anew.
 """
 
@@ -15,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from skein.plan.plan import Plan
-from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.log.history import JobHistory
+from skein.protocol.membership.membership import Lost
 from skein.protocol.messages.directives import Follow, OpenData, Prefetch, Snapshot, StepRecord
 from skein.protocol.messages.reports import DataOpened, Prefetched
 from skein.types import ChunkRef, StageIndex, StageSpec, Step, WorkerId
@@ -40,18 +42,16 @@ class _Transfer:
     reached: Step | None = None
 
 
-class Joining:
-    """Copies and data on their way for a plan that is to come. `may_follow`: copies can follow the steps."""
+class Joining(RunPart):
+    """Copies and data on their way for a plan that is to come."""
 
-    def __init__(self, job: JobHistory, members: Members, outbox: Outbox, *, may_follow: bool) -> None:
-        self._may_follow = may_follow
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
+        self._may_follow = self._job.spec.aggregation.is_additive
         self._reading: dict[WorkerId, bool] = {}
         """Workers that open data for the coming plan; True once they are open."""
         self._is_void = False
         """Whether a worker cannot open its data, or is gone."""
-        self._job = job
-        self._members = members
-        self._out = outbox
         self._transfers: dict[tuple[WorkerId, StageSpec], _Transfer] = {}
         self._wanted: set[tuple[WorkerId, StageSpec]] = set()
         self._until = 0.0
@@ -89,7 +89,7 @@ class Joining:
         if report.error:
             del self._reading[worker]
             self._is_void = True
-            self._out.log(f"worker={worker} could not open the data: {report.error}", job=self._job.job)
+            self._log(f"worker={worker} could not open the data: {report.error}")
         else:
             self._reading[worker] = True
 
@@ -129,8 +129,8 @@ class Joining:
         )
         self._members.tell(prefetch, worker)
 
-    def committed(self, record: StepRecord) -> None:
-        """A step is committed: copies follow."""
+    def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
+        """A step is: copies follow."""
         self._num_idle = 0 if self._wanted else self._num_idle + 1
         if self._num_idle > MAX_IDLE:
             self._transfers.clear()
@@ -149,21 +149,14 @@ class Joining:
             return
         transfer.reached, transfer.has_failed = None, True
         transfer.num_failures += 1
-        self._out.log(
-            f"worker={worker} could not fetch stage {report.stage.index}: {report.error}", job=self._job.job
-        )
+        self._log(f"worker={worker} could not fetch stage {report.stage.index}: {report.error}")
         if transfer.num_failures >= MAX_FAILURES:
             del self._transfers[at]
 
-    def lose(self, worker: WorkerId) -> bool:
-        """A worker is gone; True if something was on its way to it."""
-        lost = [at for at in self._transfers if at[0] == worker]
-        for at in lost:
-            del self._transfers[at]
-        is_reader = self._reading.pop(worker, None) is not None
-        if is_reader:
-            self._is_void = True
-        return bool(lost) or is_reader
+    def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
+        """A worker is gone, with what was on its way to it."""
+        self._transfers = {at: x for at, x in self._transfers.items() if at[0] != change.worker}
+        self._is_void = self._is_void or self._reading.pop(change.worker, None) is not None
 
     @property
     def is_ready(self) -> bool:
@@ -177,7 +170,12 @@ class Joining:
         """Whether a copy will not come: its worker is gone, or it has taken too long."""
         return self._is_void or now > self._until or not self._wanted <= self._transfers.keys()
 
-    def fenced(self) -> None:
+    def adopted(self, adoption: Adoption, *, now: float) -> None:
+        """Stop fetching, for the plan that it was for is in place, unless the run goes on by the plan that it had."""
+        if adoption.resumed is None:
+            self.over()
+
+    def fenced(self, *, now: float) -> None:
         """The wish is void. What is on its way may be wanted again."""
         self._wanted.clear()
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from skein.plan.plan import Plan
-from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.ending import rewind_of
+from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.placing.giving_up import LONGEST_S, clock_time, patience_s, waits_until
 from skein.protocol.coordinator.runs.placing.holdings import Holdings
 from skein.protocol.coordinator.runs.placing.sources import Sources
@@ -43,29 +43,25 @@ class First:
     opens_generation: bool
 
 
-class Asking:
+class Asking(RunPart):
     """Questions of a run before it gives steps up. It says what happens, and asks before it puts a plan in place."""
 
     def __init__(
         self,
-        job: JobHistory,
         members: Members,
         absence: Absence,
         holdings: Holdings,
         measured: Measured,
-        outbox: Outbox,
         *,
         now: float,
     ) -> None:
+        super().__init__(members)
         self.outcome = ""
         """Fate of the workers that were waited for, for the record of a roll-back."""
-        self._job = job
         self._live = members.live
         self._absence = absence
-        self._members = members
         self._holdings = holdings
         self._measured = measured
-        self._out = outbox
         self._is_ending = False
         """A run that is to end waits for those who are silent."""
         self._since: float | None = None
@@ -76,7 +72,7 @@ class Asking:
         self._told: tuple[WorkerId, ...] = ()
         self._told_of: dict[Incarnation, Step] = {}
         """Version that was told as given up, for each process that came back too late."""
-        self._awaited = {m.incarnation for m in job.members if m.worker not in self._live}
+        self._awaited = {m.incarnation for m in self._job.members if m.worker not in self._live}
         """Members that an earlier coordinator had."""
         self._begun_at = now
 
@@ -91,10 +87,9 @@ class Asking:
         version = self._job.given_up.get(incarnation)
         if version is not None and self._told_of.get(incarnation) != version:
             self._told_of[incarnation] = version
-            self._out.log(
+            self._log(
                 f"worker={entry.hello.worker} is back, too late: what it may hold of version "
-                f"{version} was given up, and the job is at version {self._job.version}; it begins anew",
-                job=self._job.job,
+                f"{version} was given up, and the job is at version {self._job.version}; it begins anew"
             )
 
     def opened(self, *, now: float) -> None:
@@ -187,7 +182,7 @@ class Asking:
         until = clock_time(max(ends_at[member] for member in members))
         told = f"waiting for {short(names)} until {until}: {cost}"
         if names != self._told:
-            self._out.log(told, job=self._job.job)
+            self._log(told)
         self._told = names
         return told
 

@@ -9,23 +9,22 @@ from collections.abc import Mapping
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.ending import rewind_of
+from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.placing.averaging import averaging_of
 from skein.protocol.coordinator.runs.placing.planning import held_plan
 from skein.protocol.coordinator.runs.placing.sources import Sources, choose_sources
 from skein.protocol.coordinator.runs.placing.walking import held_walkers, walker_sources
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.log.history import JobHistory
 from skein.protocol.messages.directives import SourceKind
 from skein.protocol.messages.reports import Ack
 from skein.types import ChunkRef, WorkerId
 
 
-class Holdings:
+class Holdings(RunPart):
     """The state that the members of a run have among them."""
 
-    def __init__(self, job: JobHistory, members: Members) -> None:
-        self._job = job
-        self._members = members
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
         self._built: Plan | None = None
         """The last plan of which everybody had all that it gave them."""
         self._given: set[ChunkRef] = set()

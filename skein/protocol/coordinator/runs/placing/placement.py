@@ -10,7 +10,7 @@ from skein.plan.changing.reroute import renamed, rerouted, ways
 from skein.plan.check import violations
 from skein.plan.load import stage_loads
 from skein.plan.plan import ChunkPlan, Plan
-from skein.protocol.coordinator.coordinator_io import MakePlan, Outbox, PlanMade
+from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
 from skein.protocol.coordinator.runs.ending import LEARNING_RATE_RATIO, rewind_of
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.placing.averaging import averaging_of
@@ -24,7 +24,6 @@ from skein.protocol.coordinator.runs.placing.resuming import Resumed, resume
 from skein.protocol.coordinator.runs.placing.sources import Sources, assignments, choose_sources
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import Averaged, PlanAdopted, RolledBack
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.directives import Resumption, StepRecord
@@ -39,14 +38,12 @@ class Placement(RunPart):
 
     def __init__(
         self,
-        job: JobHistory,
         members: Members,
         holdings: Holdings,
-        outbox: Outbox,
-        *,
-        links: Mapping[tuple[WorkerId, WorkerId], Link],
         measured: Measured,
+        links: Mapping[tuple[WorkerId, WorkerId], Link],
     ) -> None:
+        super().__init__(members)
         self.plan: Plan | None = None
         self.chosen: Plan | None = None
         """Plan that the next generation is for, if it still fits then."""
@@ -60,11 +57,8 @@ class Placement(RunPart):
         """The plan as it was before workers were lost."""
         self._restored: Plan | None = None
         self._tried: tuple[tuple[ChunkPlan, ...], list[WorkerId]] | None = None
-        self._job = job
-        self._spec_json = job.spec.canonical_json()
-        self._members = members
+        self._spec_json = self._job.spec.canonical_json()
         self._holdings = holdings
-        self._out = outbox
         self.links = links
         self._measured = measured
 
@@ -258,9 +252,9 @@ class Placement(RunPart):
         history, job = self._out.history, self._job
         self.plan = plan
         self._out.record(PlanAdopted(job=job.job, generation=history.generation, plan=plan))
-        self._out.log(f"generation={history.generation} plan: {plan.reason}", job=job.job)
+        self._log(f"generation={history.generation} plan: {plan.reason}")
         for found in shortfalls(plan, job.spec, self._members.fleet):
-            self._out.log(f"generation={history.generation} short: {found.words}", job=job.job)
+            self._log(f"generation={history.generation} short: {found.words}")
         told = assignments(
             plan,
             sources,
@@ -277,9 +271,7 @@ class Placement(RunPart):
         self._members.free_strangers()
         self._out.record(Averaged(job=job, version=version, stages=stages, wall_s=now))
         named = ", ".join(str(stage.index) for stage in stages)
-        self._out.log(
-            f"version={version} averaged stage {named} of its neighbours: no worker holds it", job=job
-        )
+        self._log(f"version={version} averaged stage {named} of its neighbours: no worker holds it")
 
     def _roll_back_to(self, sources: Sources, because: str, *, now: float) -> None:
         """Record a roll-back, if any: newer state does not count, nor do those who may hold it and were not asked."""
@@ -302,7 +294,7 @@ class Placement(RunPart):
         rate = (
             "" if rewind is None else f"; on with {self._job.learning_rate_ratio:g} times the learning rate"
         )
-        self._out.log(f"rolled back from={version} to={sources.version}: {back.reason}{rate}", job=job)
+        self._log(f"rolled back from={version} to={sources.version}: {back.reason}{rate}")
 
     def is_built(self, worker: WorkerId, report: ChunksReady) -> bool:
         """A worker has its chunks: whether all have."""

@@ -1,24 +1,21 @@
 """Loss on validation data: when it is due, and the mean of what the heads report."""
 
 from skein.numeric.sums import exact_sum
-from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import Evaluated
 from skein.protocol.messages.directives import Evaluate
 from skein.protocol.messages.reports import EvaluationDone
 from skein.types import WorkerId
 
 
-class Evaluation:
+class Evaluation(RunPart):
     """The evaluation of one version at a time."""
 
-    def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
         self.num_validation_samples = 0
         self._num_microbatches = 0
-        self._job = job
-        self._members = members
-        self._out = outbox
         self._reports: dict[tuple[WorkerId, int], EvaluationDone] = {}
 
     def found(self, num_validation_samples: int) -> None:
@@ -27,10 +24,9 @@ class Evaluation:
         self.num_validation_samples = num_validation_samples
         if is_news and not self._available():
             wanted = self._job.spec.batch.microbatch_samples
-            self._out.log(
+            self._log(
                 f"is not evaluated: {num_validation_samples} validation samples are fewer than "
-                f"one microbatch of {wanted}; raise data.validation_ratio or evaluation.samples",
-                job=self._job.job,
+                f"one microbatch of {wanted}; raise data.validation_ratio or evaluation.samples"
             )
 
     def is_due(self) -> bool:
@@ -61,7 +57,7 @@ class Evaluation:
         num_tokens = sum(r.num_tokens for r in reports)
         loss = exact_sum(r.loss_sum for r in reports) / max(1, num_tokens)
         self._out.record(Evaluated(job=job, version=version, loss=loss, num_tokens=num_tokens, wall_s=now))
-        self._out.log(f"step={version} validation_loss={loss:.4f}", job=job)
+        self._log(f"step={version} validation_loss={loss:.4f}")
         return True
 
     def _available(self) -> int:

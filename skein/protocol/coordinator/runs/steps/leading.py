@@ -22,10 +22,8 @@ from skein.plan.agreeing.exchange import Broadcast
 from skein.plan.agreeing.rounds import Leaders
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.plan import Group, Plan
-from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.log.history import JobHistory
 from skein.protocol.messages.directives import Evaluate
 from skein.protocol.messages.reports import EvaluationDone, Vote
 from skein.protocol.messages.tensors import Phase
@@ -35,11 +33,9 @@ from skein.types import GroupId, SiteId, Step, WorkerId
 class Leading(RunPart):
     """Elections of one job; a job whose rule has no leaders never has any. Walkers go by the worker of their head."""
 
-    def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
-        self._job = job
-        self._members = members
-        self._out = outbox
-        self._leadership = job.spec.aggregation.leadership
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
+        self._leadership = self._job.spec.aggregation.leadership
         self._claims: dict[int, Claim[int]] = {}
         self._version: Step | None = None
         """At which the claims are, all of them being here."""
@@ -157,12 +153,10 @@ class Leading(RunPart):
         if judge_claim(checks, num_followers=len(group.members) - 1) is not ClaimRuling.LIED:
             return None
         self._liars.add(leader)
-        self._out.log(f"step={vote.step} leader={leader} is not what it claimed", job=self._job.job)
+        self._log(f"step={vote.step} leader={leader} is not what it claimed")
         return leader
 
     def _tell(self, leader: WorkerId, score: float) -> None:
         if leader != self._leader:
-            self._out.log(
-                f"step={self._job.version} leader={leader} probe_loss={score:.4f}", job=self._job.job
-            )
+            self._log(f"step={self._job.version} leader={leader} probe_loss={score:.4f}")
         self._leader = leader

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from skein.config.rule import Due, Reach
 from skein.plan.agreeing.rounds import exchange_of_all, weighed
 from skein.plan.plan import Group, Plan
-from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.log.history import JobHistory
 from skein.protocol.messages.directives import ExchangeTerms, Prepare
 from skein.protocol.messages.reports import Vote
 from skein.protocol.rounds.round import RoundFailed
@@ -38,17 +37,15 @@ class _Open:
         )
 
 
-class Overlapping:
+class Overlapping(RunPart):
     """The exchanges of one job that are on their way in this generation."""
 
-    def __init__(self, job: JobHistory, members: Members, outbox: Outbox) -> None:
-        self._job = job
-        self._members = members
-        self._out = outbox
-        self._rule = job.spec.aggregation
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
+        self._rule = self._job.spec.aggregation
         self._open: dict[GroupId, _Open] = {}
 
-    def fenced(self) -> None:
+    def fenced(self, *, now: float) -> None:
         """A new generation: members have forgotten all of it."""
         self._open.clear()
 

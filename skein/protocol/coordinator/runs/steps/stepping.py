@@ -8,13 +8,11 @@ from skein.config.schedule import learning_rate
 from skein.plan.agreeing.quorum import NUM_REMEMBERED, Eager
 from skein.plan.agreeing.rounds import StepGroups, step_groups
 from skein.plan.plan import Plan
-from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.placing.placement import Placement
 from skein.protocol.coordinator.runs.steps.leading import Leading
 from skein.protocol.coordinator.runs.steps.overlapping import Overlapping
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.log.history import JobHistory
 from skein.protocol.messages.directives import Prepare, StepRecord
 from skein.protocol.rounds.round import (
     AskReduction,
@@ -33,20 +31,16 @@ from skein.protocol.rounds.round import (
 class Stepping(RunPart):
     """Makes a Round for each step and carries its requests to the members; what it comes to is the run's business."""
 
-    def __init__(
-        self, job: JobHistory, placement: Placement, members: Members, leading: Leading, outbox: Outbox
-    ) -> None:
+    def __init__(self, members: Members, placement: Placement, leading: Leading) -> None:
+        super().__init__(members)
         self.round: Round | None = None
-        self._overlapping = Overlapping(job, members, outbox)
+        self._overlapping = Overlapping(members)
         self._past: deque[tuple[float, ...]] = deque(maxlen=NUM_REMEMBERED)
         """Seconds until each walker was done, for each of the last rounds of this plan."""
         self._begun_at = 0.0
         self._was_late = False
-        self._job = job
         self._placement = placement
-        self._members = members
         self._leading = leading
-        self._out = outbox
 
     @property
     def keeps_late(self) -> bool:
@@ -69,7 +63,7 @@ class Stepping(RunPart):
     def fenced(self, *, now: float) -> None:
         """Other walkers may be there from now on."""
         self.over()
-        self._overlapping.fenced()
+        self._overlapping.fenced(now=now)
         self._past.clear()
         self._was_late = False
 
@@ -135,7 +129,7 @@ class Stepping(RunPart):
                 self._remember(self.round, command.record, now=now)
             elif isinstance(command, Outvoted | RoundFailed):
                 for worker in command.blamed:
-                    self._out.log(f"worker={worker} struck: {command.reason}", job=self._job.job)
+                    self._log(f"worker={worker} struck: {command.reason}")
             ends.append(command)
         return ends
 
@@ -147,11 +141,10 @@ class Stepping(RunPart):
         done_s = [at - self._begun_at for at in ended.arrived.values()]
         self._past.append((*done_s, *[now - self._begun_at] * len(ended.late)))
         if ended.late:
-            self._out.log(
+            self._log(
                 f"step={ended.terms.step} without late walkers={list(ended.late)}: "
                 f"{record.num_late_samples} of {ended.terms.batch_samples} samples left out after "
-                f"{now - self._begun_at:.3g} s, for the others took {max(done_s):.3g} s",
-                job=self._job.job,
+                f"{now - self._begun_at:.3g} s, for the others took {max(done_s):.3g} s"
             )
 
     def _ask(self, command: AskReduction) -> None:

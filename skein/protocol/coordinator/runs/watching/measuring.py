@@ -15,9 +15,7 @@ from statistics import median
 from skein.config.job import JobSpec
 from skein.plan.load import StageLoad, stage_loads
 from skein.plan.plan import ChunkTime, Plan, TransferTime
-from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.watching.detection import Stragglers, Visit
-from skein.protocol.membership.membership import Lost
 from skein.protocol.messages.reports import TimesMeasured
 from skein.topology.fleet import Fleet, FleetWorker, Link, StageTime
 from skein.topology.links import link_cost_s
@@ -35,7 +33,7 @@ _NUM_KEPT = 2 * NUM_STEPS
 _Pair = tuple[WorkerId, WorkerId]
 
 
-class Measured(RunPart):
+class Measured:
     """Times that are known of one job."""
 
     def __init__(self, spec: JobSpec) -> None:
@@ -80,7 +78,7 @@ class Measured(RunPart):
         """A step under the present plan, from its beginning to its commit."""
         self._steps_s.append(seconds)
 
-    def adopted(self, adoption: Adoption, *, now: float) -> None:
+    def adopted(self) -> None:
         """Forget the times of steps: those of another plan are other steps."""
         self._steps_s.clear()
 
@@ -89,9 +87,8 @@ class Measured(RunPart):
         if not 1 / (1 + self._spec.plan.replan_if_off_by) < factor < 1 + self._spec.plan.replan_if_off_by:
             self.anew.add(worker)
 
-    def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
+    def lost(self, worker: WorkerId) -> None:
         """A worker is gone; who comes in its name may be another machine."""
-        worker = change.worker
         self._chunks.pop(worker, None)
         self.anew.discard(worker)
         self._stragglers.lose(worker)

@@ -30,10 +30,10 @@ class Vigil(RunPart):
     """The watch over single ops, and over when something moved last: an op ended, a step was committed, and so on."""
 
     def __init__(self, members: Members, measured: Measured, *, now: float) -> None:
+        super().__init__(members)
         self._moved_at = now
         self._num_barks = 0
         self._ops = OpWatch(measured.chunk_time)
-        self._members = members
 
     def beat(self, worker: WorkerId, beat: Beat) -> None:
         """A worker lives, and says how long its running op has been at it."""

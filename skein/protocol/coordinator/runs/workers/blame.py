@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 
 from skein.plan.plan import Plan
-from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.workers.disputes import Disputes
+from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.coordinator.runs.workers.strikes import Strikes
-from skein.protocol.log.history import JobHistory
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.directives import StepRecord
 from skein.protocol.rounds.round import Outvoted, RoundFailed
@@ -17,11 +16,10 @@ from skein.types import WorkerId
 class Blame(RunPart):
     """The strikes of one run."""
 
-    def __init__(self, job: JobHistory, outbox: Outbox) -> None:
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
         self.strikes = Strikes()
         self._disputes = Disputes()
-        self._job = job
-        self._out = outbox
 
     @property
     def excluded(self) -> Mapping[WorkerId, str]:
@@ -76,6 +74,3 @@ class Blame(RunPart):
     def _tell(self, pardoned: tuple[WorkerId, ...]) -> None:
         for worker in pardoned:
             self._log(f"pardoned={worker}")
-
-    def _log(self, said: str) -> None:
-        self._out.log(said, job=self._job.job)

@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from skein.protocol.coordinator.coordinator_io import Outbox
-from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import GenerationMember, GenerationOpened
-from skein.protocol.membership.membership import Entry, Lost, Membership
+from skein.protocol.membership.membership import Entry, Membership
 from skein.protocol.messages.directives import Assign, ChunkVersion, Directive, Dismiss, Member, NewGeneration
 from skein.protocol.messages.reports import Ack, ChunksReady, Prefetched
 from skein.topology.fleet import Fleet
@@ -16,7 +15,7 @@ _NUM_COPIES = 8
 """Copies of one worker that are remembered; it keeps fewer."""
 
 
-class Members(RunPart):
+class Members:
     """Workers that were live when the generation was opened, less those that were lost since.
 
     `placed` are those of them that the plan uses, sorted.
@@ -28,9 +27,9 @@ class Members(RunPart):
         self.placed: dict[WorkerId, None] = {}
         self.keepers: dict[GenerationMember, tuple[ChunkVersion, ...]] = {}
         """Processes that have told of copies in their memory, here or not, and of which."""
-        self._job = job
+        self.job = job
         self._membership = membership
-        self._out = outbox
+        self.out = outbox
         self._entries: dict[WorkerId, Entry] = {}
 
     def __contains__(self, worker: WorkerId) -> bool:
@@ -45,9 +44,9 @@ class Members(RunPart):
         """Whether this very process is a member, not another of its name."""
         return self._entries.get(entry.hello.worker) is entry
 
-    def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
+    def lost(self, worker: WorkerId) -> None:
         """A worker is no more."""
-        self._entries.pop(change.worker, None)
+        self._entries.pop(worker, None)
 
     def acknowledged(self, worker: WorkerId, ack: Ack) -> None:
         """A member has acknowledged the generation, with all that it holds."""
@@ -71,26 +70,26 @@ class Members(RunPart):
 
     def open_generation(self, reason: str, *, now: float) -> Generation:
         """Record a generation of all who are live, and fence whatever is older."""
-        history = self._out.history
+        history = self.out.history
         self._entries = dict(sorted(self._membership.live.items()))
         self.acks.clear()
         self.ready.clear()
         generation = Generation(history.generation + 1)
-        members = tuple(self._out.in_generation(entry.member, generation) for entry in self._entries.values())
+        members = tuple(self.out.in_generation(entry.member, generation) for entry in self._entries.values())
         opened = GenerationOpened(
-            job=self._job.job,
+            job=self.job.job,
             generation=generation,
             members=tuple(entry.holder for entry in self._entries.values()),
             reason=reason,
             wall_s=now,
         )
-        self._out.record(opened)
-        self._out.log(f"generation={opened.generation} members={len(members)}: {reason}", job=self._job.job)
+        self.out.record(opened)
+        self.out.log(f"generation={opened.generation} members={len(members)}: {reason}", job=self.job.job)
         fence = NewGeneration(
-            job=self._job.job,
+            job=self.job.job,
             members=members,
-            last_commit=self._job.last_commit,
-            position=self._out.position,
+            last_commit=self.job.last_commit,
+            position=self.out.position,
         )
         self.send(fence, *self._entries)
         return opened.generation
@@ -148,17 +147,17 @@ class Members(RunPart):
 
     def donor(self, worker: WorkerId) -> Member:
         """Address and door of a member, for those who are to fetch from it."""
-        return self._out.as_donor(self._entries[worker].member)
+        return self.out.as_donor(self._entries[worker].member)
 
     def tell(self, directive: Directive, worker: WorkerId) -> None:
         """To anybody who is live, member or not."""
         entry = self._membership.live.get(worker)
         if entry is not None:
-            self._out.send(directive, entry.process)
+            self.out.send(directive, entry.process)
 
     def send(self, directive: Directive, *workers: WorkerId) -> None:
         """To these members."""
-        self._out.send(directive, *(self._entries[worker].process for worker in workers))
+        self.out.send(directive, *(self._entries[worker].process for worker in workers))
 
     def send_placed(self, directive: Directive) -> None:
         """To every worker of the plan."""
@@ -202,4 +201,4 @@ class Members(RunPart):
         return self._entries[worker].is_leaving
 
     def _dismiss(self, entry: Entry, *, may_exit: bool) -> None:
-        self._out.send(Dismiss(job=self._job.job, may_exit=may_exit), entry.process)
+        self.out.send(Dismiss(job=self.job.job, may_exit=may_exit), entry.process)
