@@ -16,12 +16,12 @@ from skein.plan.ops import Direction
 from skein.protocol.coordinator import coordinator, coordinator_io
 from skein.protocol.coordinator.runs import gathering, run
 from skein.protocol.coordinator.runs.checkpoints import savings
-from skein.protocol.coordinator.runs.improving import replanning, revision
+from skein.protocol.coordinator.runs.improving import improving, replanning
 from skein.protocol.coordinator.runs.phase import RunPhase
 from skein.protocol.coordinator.runs.placing import placement
 from skein.protocol.coordinator.runs.steps import evaluation, stepping
 from skein.protocol.coordinator.runs.watching import measuring, vigil
-from skein.protocol.coordinator.runs.workers import members, strikes
+from skein.protocol.coordinator.runs.workers import blame, members
 from skein.protocol.log import history, records
 from skein.protocol.membership import membership
 from skein.protocol.messages import directives, reports, tensors
@@ -123,13 +123,13 @@ PARTS = (
     Section(title="Hard state", module=history),
     Section(title="Members", module=members),
     Section(title="Gathering", module=gathering),
-    Section(title="Strikes", module=strikes),
+    Section(title="Blame", module=blame),
     Section(title="Vigil", module=vigil),
     Section(title="Placement", module=placement),
     Section(title="Stepping", module=stepping),
     Section(title="Measuring", module=measuring),
     Section(title="Replanning", module=replanning),
-    Section(title="Revision", module=revision),
+    Section(title="Improving", module=improving),
     Section(title="Evaluation", module=evaluation),
     Section(title="Savings", module=savings),
     Section(title="Steps of a worker", module=steps),

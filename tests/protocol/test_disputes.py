@@ -1,7 +1,6 @@
 """Holders that disagree without a majority: the least credible goes, and nobody where all are as credible."""
 
-from skein.protocol.coordinator.runs.workers.disputes import Disputes
-from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
+from skein.protocol.coordinator.runs.workers.disputes import MAX_STRIKES, Disputes
 from skein.types import WorkerId
 from tests.support.plans import grid_plan
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
+from skein.protocol.coordinator.runs.workers.disputes import MAX_STRIKES
 from skein.protocol.log.records import GenerationOpened, JobEnded, StepCommitted
 from skein.protocol.messages.directives import Commit, Decision, NewGeneration
 from skein.protocol.messages.reports import Vote

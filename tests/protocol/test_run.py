@@ -18,7 +18,7 @@ from skein.protocol.coordinator.runs.checkpoints.savings import AGAIN_S
 from skein.protocol.coordinator.runs.gathering import GATHER_S
 from skein.protocol.coordinator.runs.phase import EvaluatePhase, FencePhase, GatherPhase, SavePhase, StepPhase
 from skein.protocol.coordinator.runs.watching.vigil import STALL_S, STUCK_STALLS
-from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
+from skein.protocol.coordinator.runs.workers.disputes import MAX_STRIKES
 from skein.protocol.log.records import (
     CheckpointCommitted,
     Evaluated,

@@ -8,7 +8,7 @@ from skein.protocol.coordinator.coordinator_io import (
 )
 from skein.protocol.coordinator.runs.gathering import GATHER_S, PARDON_S
 from skein.protocol.coordinator.runs.phase import StepPhase
-from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
+from skein.protocol.coordinator.runs.workers.disputes import MAX_STRIKES
 from skein.protocol.log.records import (
     Drained,
     GenerationOpened,

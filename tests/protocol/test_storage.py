@@ -16,7 +16,7 @@ from skein.protocol.coordinator.runs.checkpoints.savings import AGAIN_S, LATER_S
 from skein.protocol.coordinator.runs.gathering import PARDON_S
 from skein.protocol.coordinator.runs.phase import BuildPhase, GatherPhase, SavePhase, StepPhase
 from skein.protocol.coordinator.runs.watching.vigil import STALL_S
-from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
+from skein.protocol.coordinator.runs.workers.disputes import MAX_STRIKES
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import (
     CheckpointChecked,

@@ -55,7 +55,7 @@ class Fence:
             self.blame(worker, trouble.reason, is_hearsay=False, now=now)
             return
         here = (entry.hello.worker for entry in self._parts.candidates())
-        reason = self._parts.misfits.judge(worker, trouble, [x for x in here if x != worker])
+        reason = self._parts.blame.judge(worker, trouble, [x for x in here if x != worker])
         if reason is not None:
             self._stopping.fail(reason, now=now)
         else:
@@ -89,14 +89,14 @@ class Fence:
     def give_up_or_wait(self, reason: str, *, now: float) -> None:
         """Wait, pardon workers or fail the job: no worker is here that may be given work."""
         parts = self._parts
-        strikes, gathering = parts.blame.strikes, parts.gathering
+        blame, gathering = parts.blame, parts.gathering
         if not parts.live or parts.holders():
-            if strikes.may_pardon:
+            if blame.may_pardon:
                 gathering.pardons_later(now=now)
             self._stopping.wait(f"no workers ({reason})")
-        elif strikes.lacking is not None:
+        elif blame.lacking is not None:
             gathering.failed(may_pardon=True, now=now)
-            self._stopping.wait(f"nobody can use {strikes.lacking}: {reason}")
+            self._stopping.wait(f"nobody can use {blame.lacking}: {reason}")
         elif self.pardon():
             self.open(reason, now=now)
         else:

@@ -23,7 +23,6 @@ from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.watching.vigil import Vigil
 from skein.protocol.coordinator.runs.workers.blame import Blame
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.coordinator.runs.workers.misfits import Misfits
 from skein.protocol.log.history import JobHistory
 from skein.protocol.membership.absence import Absence
 from skein.protocol.membership.membership import Entry, Lost, Membership
@@ -53,20 +52,19 @@ class Parts:
         self.members = members = Members(job, membership, outbox)
         self.gathering = Gathering(members, now=now)
         self.blame = Blame(members)
-        self.misfits = Misfits(job, self.blame)
         self.storage = Storage(members, self.blame, self.gathering)
         self.savings = Savings(members)
         self.evaluation = Evaluation(members)
         self.holdings = Holdings(members)
         self.placement = Placement(members, self.holdings, measured, links)
         self.asking = Asking(members, absence, self.holdings, measured, now=now)
-        self.backups = Backups(members, links)
-        self.joining = Joining(members)
-        self.improving = Improving(members, self.placement, measured, self.joining)
         self.leading = Leading(members)
         self.stepping = Stepping(members, self.placement, self.leading)
         self.incidents = Incidents(members)
         self.ending = Ending(members)
+        self.backups = Backups(members, links)
+        self.joining = Joining(members)
+        self.improving = Improving(members, self.placement, measured, self.joining)
         self.vigil = Vigil(members, measured, now=now)
         # In the order in which they are made: what several have to say of one thing stands in the log as it always has.
         self._told = [part for part in vars(self).values() if isinstance(part, RunPart)]

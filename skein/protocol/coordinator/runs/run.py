@@ -132,7 +132,7 @@ class Run:
             case DataOpened():
                 parts.joining.opened(worker, report)
                 if worker not in parts.members.placed:  # who has a place keeps that
-                    parts.misfits.opened(worker, report)
+                    parts.blame.opened(worker, report)
             case CheckpointWritten() | CheckpointUnwritten():
                 parts.vigil.moved(now=now)
                 parts.savings.heard(worker, report, now=now)

@@ -73,7 +73,7 @@ class Stopping:
     def pause(self, reason: str, *, now: float) -> None:
         """No plan exists: save what is held, then wait for more workers."""
         parts = self._parts
-        parts.gathering.failed(may_pardon=parts.blame.strikes.may_pardon, now=now)
+        parts.gathering.failed(may_pardon=parts.blame.may_pardon, now=now)
         if parts.holdings.held() is None or not parts.savings.is_behind():
             self.wait(reason)
             return

@@ -1,40 +1,85 @@
-"""Workers that get no more work, and why: strikes, told to people when they exclude somebody or are forgiven."""
+"""Workers that get no more work, and why; people are told who is excluded, and who is forgiven.
 
-from collections.abc import Mapping
+Rules of this file
+- Who fails three times in a row gets no more work. What only peers said of a worker may be the fault of a link, and can
+  be pardoned.
+- A strike lasts where a worker has reported what cannot be, or otherwise than most: steps that are committed all the
+  same say nothing for it.
+- A worker that cannot read checkpoints is not to blame: it is set aside until a step is committed, for then others have
+  what it needs, or until the run cannot do without it. One that lacks what the job names is set aside until the latter:
+  that costs its place, never the job. Nobody left: the run waits, says for what, and asks all again now and then.
+- A job that is wrong would be wrong everywhere, but a file may be damaged on one worker alone. So two have to say it,
+  or the only one there; and of a job that has made steps nobody says it.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.part import RunPart
-from skein.protocol.coordinator.runs.workers.disputes import Disputes
+from skein.protocol.coordinator.runs.workers.disputes import MAX_STRIKES, Disputes
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.coordinator.runs.workers.strikes import Strikes
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.directives import StepRecord
+from skein.protocol.messages.reports import DataOpened, Trouble
 from skein.protocol.rounds.round import Outvoted, RoundFailed
-from skein.types import WorkerId
+from skein.types import Incarnation, WorkerId
+
+NUM_WITNESSES = 2
 
 
 class Blame(RunPart):
-    """The strikes of one run."""
+    """Counts the failures of a run by worker."""
 
     def __init__(self, members: Members) -> None:
         super().__init__(members)
-        self.strikes = Strikes()
         self._disputes = Disputes()
+        self._incarnations: dict[WorkerId, Incarnation] = {}
+        self._num_by_worker: Counter[WorkerId] = Counter()
+        self._num_lasting: Counter[WorkerId] = Counter()
+        self._excluded: dict[WorkerId, str] = {}
+        self._accused: set[WorkerId] = set()
+        self._disputed: set[WorkerId] = set()
+        """Workers that are excluded as less credible than another, and may have been right."""
+        self._set_aside: set[WorkerId] = set()
+        self._unfit: set[WorkerId] = set()
+        """Workers among those set aside that lack what the job names."""
+        self._witnesses: set[WorkerId] = set()
 
     @property
     def excluded(self) -> Mapping[WorkerId, str]:
         """Workers that get no more work, with the last thing that failed."""
-        return self.strikes.excluded
+        return self._excluded
 
-    def joined(self, entry: Entry) -> None:
-        """A worker came, perhaps again."""
-        if self.strikes.joined(entry.hello.worker, entry.hello.incarnation):
-            self._disputes.forget(entry.hello.worker)
+    @property
+    def may_pardon(self) -> bool:
+        """Whether `pardon` would give somebody another chance."""
+        return bool(self._pardonable())
+
+    @property
+    def lacking(self) -> str | None:
+        """Thing that workers set aside cannot use, which may be mended; None: nobody is set aside."""
+        if self._unfit:
+            return "what the job names"
+        return "the place of the checkpoints" if self._set_aside else None
+
+    def _is_out(self, worker: WorkerId) -> bool:
+        """Whether a worker is excluded for what it did, not for what it lacks: nothing that it says undoes that."""
+        return worker in self._excluded and worker not in self._set_aside
+
+    # --- what it did ---
 
     def strike(self, worker: WorkerId, reason: str, *, is_hearsay: bool, lasts: bool = False) -> None:
-        """Count a failure, which the worker itself reported unless `is_hearsay`; `lasts`: as of `Strikes.strike`."""
-        if self.strikes.strike(worker, reason, is_hearsay=is_hearsay, lasts=lasts):
-            self._log(f"excluded={worker}: {reason}")
+        """Count a failure, which the worker itself reported unless `is_hearsay`; the third excludes it."""
+        self._num_lasting[worker] += lasts
+        self._num_by_worker[worker] += 1
+        count = self._num_by_worker[worker]
+        if not is_hearsay:
+            self._accused.discard(worker)
+        elif count == 1 and not self._is_out(worker):
+            self._accused.add(worker)
+        if max(count, self._num_lasting[worker]) >= MAX_STRIKES and not self._is_out(worker):
+            self._exclude(worker, reason)
 
     def judged(self, end: Outvoted | RoundFailed) -> None:
         """Strike workers that reported what cannot be; of those that disagree too often, exclude the least credible."""
@@ -44,33 +89,104 @@ class Blame(RunPart):
             return
         going = self._disputes.disputed(end.blamed)
         for worker in going:
-            self.strikes.convict(worker, end.reason, may_be_wrong=len(going) < len(end.blamed))
-            self._log(f"excluded={worker}: {end.reason}")
-            self._tell(self.strikes.acquit(self._disputes.cleared(worker)))
+            self.convict(worker, end.reason, may_be_wrong=len(going) < len(end.blamed))
+            self.acquit(self._disputes.cleared(worker))
 
-    def set_aside(self, reasons: Mapping[WorkerId, str], *, lasts: bool = False) -> None:
-        """Give these no work until a step is committed, or longer: they lack what is no fault of theirs."""
-        for worker, reason in reasons.items():
-            self.strikes.set_aside(worker, reason, lasts=lasts)
-            self._log(f"excluded={worker} for now: {reason}")
+    def convict(self, worker: WorkerId, reason: str, *, may_be_wrong: bool) -> None:
+        """Give a worker no more work that others dispute with; `may_be_wrong`: unless the run cannot do without it."""
+        self._accused.discard(worker)
+        if may_be_wrong:
+            self._disputed.add(worker)
+        self._exclude(worker, reason)
 
-    def exclude(self, workers: tuple[WorkerId, ...], reason: str) -> None:
+    def acquit(self, workers: Iterable[WorkerId]) -> None:
+        """Let those back among these who were only less credible than another."""
+        self._pardon([worker for worker in workers if worker in self._disputed])
+
+    def exclude(self, workers: Iterable[WorkerId], reason: str) -> None:
         """Give these no more work until the run cannot do without."""
         for worker in workers:
-            self.strikes.exclude(worker, reason)
+            if not self._is_out(worker):
+                self._excluded[worker] = reason
+                self._accused.add(worker)
             self._log(f"excluded={worker}: {reason}")
 
+    def _exclude(self, worker: WorkerId, reason: str) -> None:
+        self._set_aside.discard(worker)
+        self._unfit.discard(worker)
+        self._excluded[worker] = reason
+        self._log(f"excluded={worker}: {reason}")
+
+    # --- what it lacks ---
+
+    def set_aside(self, reasons: Mapping[WorkerId, str], *, lasts: bool = False) -> None:
+        """Give these no work for now, for what may be no fault of theirs; `lasts`: steps do not change it."""
+        for worker, reason in reasons.items():
+            if not self._is_out(worker):
+                self._excluded[worker] = reason
+                self._set_aside.add(worker)
+                self._unfit.update([worker] if lasts else [])
+            self._log(f"excluded={worker} for now: {reason}")
+
+    def judge(self, worker: WorkerId, trouble: Trouble, others: Collection[WorkerId]) -> str | None:
+        """Reason why the job has failed, by what this worker says of it; None: the worker is set aside.
+
+        Args:
+            worker: who says it.
+            trouble: in its words.
+            others: workers that could have its place.
+        """
+        if trouble.is_fatal and self._job.version == 0:
+            self._witnesses.add(worker)
+            if len(self._witnesses) >= NUM_WITNESSES or not others:
+                return f"{worker}: {trouble.reason}"
+        self.set_aside({worker: trouble.reason}, lasts=True)
+        return None
+
+    def opened(self, worker: WorkerId, report: DataOpened) -> None:
+        """A worker that is to come could not open the data."""
+        if report.error and report.job == self._job.job:
+            self.set_aside({worker: report.error}, lasts=True)
+
+    # --- what undoes it ---
+
+    def joined(self, entry: Entry) -> None:
+        """A worker came. A new process begins anew; of one that was only away, what it has done itself stays."""
+        worker, incarnation = entry.process
+        is_new = self._incarnations.get(worker) != incarnation
+        if is_new:
+            self._num_lasting.pop(worker, None)
+            self._disputes.forget(worker)
+        if is_new or worker in self._accused | self._set_aside:
+            self._let_back(worker)
+        self._incarnations[worker] = incarnation
+
     def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
-        """A step was, with a result for each group: who was set aside can have from others what it lacked."""
+        """A step was, with a result for each group: old failures no longer count, exclusions stay.
+
+        Who was set aside can have from others what it lacked.
+        """
         self._disputes.agreed(plan.groups)
-        self._tell(self.strikes.committed())
+        self._num_by_worker.clear()
+        self._pardon(sorted(self._set_aside - self._unfit))
 
     def pardon(self) -> bool:
-        """Give another chance to whoever may have been made to look bad; whether there is anybody."""
-        pardoned = self.strikes.pardon()
-        self._tell(pardoned)
+        """Give another chance to whoever lacks something or was made to look bad; whether there is anybody."""
+        pardoned = sorted(self._pardonable())
+        self._pardon(pardoned)
         return bool(pardoned)
 
-    def _tell(self, pardoned: tuple[WorkerId, ...]) -> None:
-        for worker in pardoned:
+    def _pardonable(self) -> set[WorkerId]:
+        return (self._accused | self._disputed | self._set_aside) & self._excluded.keys()
+
+    def _pardon(self, workers: Iterable[WorkerId]) -> None:
+        for worker in workers:
+            self._let_back(worker)
             self._log(f"pardoned={worker}")
+
+    def _let_back(self, worker: WorkerId) -> None:
+        """Forget all of a worker but the strikes that last."""
+        del self._num_by_worker[worker]
+        self._excluded.pop(worker, None)
+        for known in (self._accused, self._disputed, self._set_aside, self._unfit):
+            known.discard(worker)

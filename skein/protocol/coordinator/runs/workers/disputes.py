@@ -11,8 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 
 from skein.plan.plan import Group
-from skein.protocol.coordinator.runs.workers.strikes import MAX_STRIKES
 from skein.types import WorkerId
+
+MAX_STRIKES = 3
+"""Failures blamed on one worker, with no step committed between them, after which it gets no more work.
+
+As many disputes, or strikes that last, are too many as well, whatever was committed between them.
+"""
 
 
 class Disputes:
