@@ -75,7 +75,7 @@ class Watched:
 
     @property
     def stuck(self) -> list[WorkerId]:
-        return [found.worker for found in self.watch.stuck()]
+        return list(self.watch.stuck())
 
 
 def proven(seconds: float, *, planned_s: float = 1.0) -> Watched:
@@ -104,8 +104,8 @@ def test_no_op_that_ends_in_its_usual_time_is_stuck() -> None:
         assert watched.stuck == []
     watched.beat(STUCK_TIMES * 10.0 + 0.1)
     assert watched.stuck == [A]
-    [found] = watched.watch.stuck()
-    assert found.reason == "an op has run for 26.1 s, where 26.0 s is far too long: start it again"
+    [reason] = watched.watch.stuck().values()
+    assert reason == "an op has run for 26.1 s, where 26.0 s is far too long: start it again"
 
 
 def test_the_longest_kind_of_op_counts() -> None:

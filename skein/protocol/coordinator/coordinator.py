@@ -13,25 +13,8 @@ from math import inf
 from types import MappingProxyType
 from typing import assert_never
 
+from skein.protocol.coordinator import coordinator_io as io
 from skein.protocol.coordinator import lifecycle
-from skein.protocol.coordinator.coordinator_io import (
-    CancelAsked,
-    CheckpointVerified,
-    CoordinatorCommand,
-    CoordinatorEvent,
-    DrainAsked,
-    Halt,
-    ManifestWritten,
-    MeasureAsked,
-    Outbox,
-    PauseAsked,
-    PlanMade,
-    ReportArrived,
-    ReportRefused,
-    ResumeAsked,
-    StreamBroken,
-    SubmitAsked,
-)
 from skein.protocol.coordinator.remeasuring import JobPace, Pacing, Remeasuring
 from skein.protocol.coordinator.runs.checkpoints.storage import judge_checkpoint
 from skein.protocol.coordinator.runs.parts import Parts
@@ -42,42 +25,11 @@ from skein.protocol.coordinator.view import CoordinatorView, RunView
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import Drained, EpochOpened, JobSubmitted, Record
+from skein.protocol.membership import membership
 from skein.protocol.membership.absence import Absence
-from skein.protocol.membership.membership import (
-    GRACE_S,
-    LEASE_S,
-    LEFT,
-    Doubted,
-    Evicted,
-    Heard,
-    HelloHeard,
-    IncarnationJoined,
-    IsLeaving,
-    LeaseTime,
-    LeaveHeard,
-    LeaveRemembered,
-    Lost,
-    Membership,
-    MembershipChange,
-    NameRemembered,
-    Rejected,
-    Returned,
-    SpeedHeard,
-    StreamBroke,
-)
+from skein.protocol.messages import reports
 from skein.protocol.messages.directives import Dismiss, Measure, Probe, Refused, Welcome
 from skein.protocol.messages.positions import LogPosition
-from skein.protocol.messages.reports import (
-    Beat,
-    Hello,
-    Leaving,
-    LinksMeasured,
-    PeersSeen,
-    Report,
-    SpeedMeasured,
-    Suspected,
-    Trouble,
-)
 from skein.topology.fleet import Link
 from skein.types import Incarnation, JobId, WorkerId
 
@@ -96,17 +48,19 @@ MAX_MEASURED = 16
 class Coordinator:
     """All that one coordinator knows. `handle` is the only way in, what it returns the only way out."""
 
-    def __init__(self, *, lease_s: float = LEASE_S, grace_s: float = GRACE_S, key: bytes = b"") -> None:
+    def __init__(
+        self, *, lease_s: float = membership.LEASE_S, grace_s: float = membership.GRACE_S, key: bytes = b""
+    ) -> None:
         """`key` is random, and of this process alone: its generations' secrets are made of it."""
         self.history = History()
-        self.membership = Membership(lease_s=lease_s, grace_s=grace_s)
+        self.membership = membership.Membership(lease_s=lease_s, grace_s=grace_s)
         self.absence = Absence()
         self.links: dict[tuple[WorkerId, WorkerId], Link] = {}
         self.runs: dict[JobId, Run] = {}
         """Runs of the jobs that are active: one at a time."""
         self.measured: dict[JobId, Measured] = {}
         """Times of the job that is active and of those before it."""
-        self._outbox = Outbox(self.history, key=key)
+        self._outbox = io.Outbox(self.history, key=key)
         self._remeasuring = Remeasuring()
         self._pacing = Pacing()
         self._num_refused: Counter[Incarnation] = Counter()
@@ -120,45 +74,47 @@ class Coordinator:
         for record in records:
             self.history.apply(record)
             if isinstance(record, Drained):
-                self.membership.handle(LeaveRemembered(incarnation=record.incarnation), now=record.wall_s)
+                self.membership.handle(
+                    membership.LeaveRemembered(incarnation=record.incarnation), now=record.wall_s
+                )
             elif isinstance(record, EpochOpened):
                 for job in self.history.pending():
                     for member in job.members:
-                        self.membership.handle(NameRemembered(member=member), now=record.wall_s)
+                        self.membership.handle(membership.NameRemembered(member=member), now=record.wall_s)
 
     # --- the way in ---
 
-    def handle(self, event: CoordinatorEvent, *, now: float) -> list[CoordinatorCommand]:
+    def handle(self, event: io.CoordinatorEvent, *, now: float) -> list[io.CoordinatorCommand]:
         """Take one event at time `now` (wall clock seconds, never stepping back); gives what to do, in order."""
         match event:
-            case ReportArrived():
+            case io.ReportArrived():
                 self._report(event.worker, event.incarnation, event.report, now=now)
-            case ReportRefused():
+            case io.ReportRefused():
                 self._refused(event, now=now)
-            case StreamBroken():
-                broke = StreamBroke(worker=event.worker, incarnation=event.incarnation)
-                self._changed(self.membership.handle(broke, now=now), now=now)
-            case SubmitAsked():
+            case io.StreamBroken():
+                broke = membership.StreamBroke(worker=event.worker, incarnation=event.incarnation)
+                self._hear(broke, now=now)
+            case io.SubmitAsked():
                 self._submit(event, now=now)
-            case CancelAsked() | PauseAsked() | ResumeAsked():
+            case io.CancelAsked() | io.PauseAsked() | io.ResumeAsked():
                 self._wish(event, now=now)
-            case DrainAsked():
+            case io.DrainAsked():
                 self._drain(event.worker, now=now)
-            case MeasureAsked():
+            case io.MeasureAsked():
                 for worker in (*self.membership.live,) if event.worker is None else (event.worker,):
                     self._measure(worker, now=now)
-            case PlanMade():
+            case io.PlanMade():
                 for run in self.runs.values():
                     run.planned(event, now=now)
-            case ManifestWritten():
+            case io.ManifestWritten():
                 if (run_of := self.runs.get(event.checkpoint.job)) is not None:
                     run_of.manifest_written(event, now=now)
-            case CheckpointVerified():
+            case io.CheckpointVerified():
                 judge_checkpoint(self.history.jobs[event.checkpoint.job], event, self._outbox, now=now)
                 for run in self.runs.values():
                     run.verified(event, now=now)
             case TimePassed():
-                self._changed(self.membership.handle(LeaseTime(), now=now), now=now)
+                self._hear(membership.LeaseTime(), now=now)
                 self._turn_away_stuck(now=now)
                 for run in self.runs.values():
                     run.tick(now=now)
@@ -194,7 +150,7 @@ class Coordinator:
             runs=MappingProxyType(runs),
         )
 
-    def _submit(self, event: SubmitAsked, *, now: float) -> None:
+    def _submit(self, event: io.SubmitAsked, *, now: float) -> None:
         if event.key in self.history.job_by_key:
             return
         job = JobId(f"{event.spec.name}-{len(self.history.jobs) + 1}")
@@ -203,16 +159,16 @@ class Coordinator:
         self._outbox.record(submitted)
         self._outbox.log("submitted", job=job)
 
-    def _wish(self, event: CancelAsked | PauseAsked | ResumeAsked, *, now: float) -> None:
+    def _wish(self, event: io.CancelAsked | io.PauseAsked | io.ResumeAsked, *, now: float) -> None:
         job, run = self.history.jobs.get(event.job), self.runs.get(event.job)
         if job is None:
             return
         match event:
-            case CancelAsked():
+            case io.CancelAsked():
                 lifecycle.cancel_asked(job, run, event, self._outbox, now=now)
-            case PauseAsked():
+            case io.PauseAsked():
                 lifecycle.pause_asked(job, run, event, self._outbox, now=now)
-            case ResumeAsked():
+            case io.ResumeAsked():
                 lifecycle.resume_asked(job, event, self._outbox, now=now)
             case _:
                 assert_never(event)
@@ -245,59 +201,63 @@ class Coordinator:
 
     # --- workers ---
 
-    def _report(self, worker: WorkerId, incarnation: Incarnation, report: Report, *, now: float) -> None:
-        if isinstance(report, Hello):
+    def _report(
+        self, worker: WorkerId, incarnation: Incarnation, report: reports.Report, *, now: float
+    ) -> None:
+        if isinstance(report, reports.Hello):
             self._hello(report, now=now)
             return
-        progress = report.progress if isinstance(report, Beat) else None
-        heard = Heard(worker=worker, incarnation=incarnation, progress=progress)
-        self._changed(self.membership.handle(heard, now=now), now=now)
+        progress = report.progress if isinstance(report, reports.Beat) else None
+        heard = membership.Heard(worker=worker, incarnation=incarnation, progress=progress)
+        self._hear(heard, now=now)
         if not self.membership.is_current(worker, incarnation):
             return
         run = self.run
         if (reason := self._implausible(worker, report)) is not None:
-            self._refused(ReportRefused(worker=worker, incarnation=incarnation, reason=reason), now=now)
+            self._refused(io.ReportRefused(worker=worker, incarnation=incarnation, reason=reason), now=now)
             return
         match report:
-            case SpeedMeasured():
+            case reports.SpeedMeasured():
                 self._speed_measured(worker, report, now=now)
-            case LinksMeasured():
+            case reports.LinksMeasured():
                 self._measured(report)
-            case PeersSeen():
+            case reports.PeersSeen():
                 self.absence.looked(report, now=now)
-            case Leaving():
-                self._changed(self.membership.handle(LeaveHeard(worker=worker), now=now), now=now)
-            case Suspected():
-                doubted = Doubted(worker=report.peer, reason=f"{worker} cannot reach it: {report.reason}")
-                self._changed(self.membership.handle(doubted, now=now), now=now)
+            case reports.Leaving():
+                self._hear(membership.LeaveHeard(worker=worker), now=now)
+            case reports.Suspected():
+                doubted = membership.Doubted(
+                    worker=report.peer, reason=f"{worker} cannot reach it: {report.reason}"
+                )
+                self._hear(doubted, now=now)
             case _:
                 pass
         if run is not None:
             run.report(worker, report, now=now)
-        if isinstance(report, Beat):
+        if isinstance(report, reports.Beat):
             self._turn_away_stuck(now=now)
             if self._remeasuring.is_due(worker, self._pace(), now=now):
                 self._measure(worker, now=now)
 
-    def _implausible(self, worker: WorkerId, report: Report) -> str | None:
+    def _implausible(self, worker: WorkerId, report: reports.Report) -> str | None:
         """Fault in a report that says what nobody can have seen; an older generation's may be of another job."""
         is_now = getattr(report, "generation", None) == self.history.generation
         return implausible(worker, report, self.run.job.spec if self.run is not None and is_now else None)
 
-    def _refused(self, event: ReportRefused, *, now: float) -> None:
+    def _refused(self, event: io.ReportRefused, *, now: float) -> None:
         """Count a refused report as a failure of its worker, for its content is lost; the worker lives all the same."""
-        heard = Heard(worker=event.worker, incarnation=event.incarnation, progress=None)
-        self._changed(self.membership.handle(heard, now=now), now=now)
+        heard = membership.Heard(worker=event.worker, incarnation=event.incarnation, progress=None)
+        self._hear(heard, now=now)
         if not self.membership.is_current(event.worker, event.incarnation):
             return
         self._num_refused[event.incarnation] += 1
         self._outbox.log(f"worker={event.worker} report refused: {event.reason}")
         if self._num_refused[event.incarnation] >= MAX_REFUSED:
             reason = f"{MAX_REFUSED} reports that cannot be, the last one: {event.reason}"
-            evicted = Evicted(worker=event.worker, reason=reason)
-            self._changed(self.membership.handle(evicted, now=now), now=now)
+            evicted = membership.Evicted(worker=event.worker, reason=reason)
+            self._hear(evicted, now=now)
         elif self.run is not None:
-            trouble = Trouble(generation=self.history.generation, is_fatal=False, reason=event.reason)
+            trouble = reports.Trouble(generation=self.history.generation, is_fatal=False, reason=event.reason)
             self.run.report(event.worker, trouble, now=now)
 
     def _measure(self, worker: WorkerId, *, now: float) -> None:
@@ -309,10 +269,10 @@ class Coordinator:
     def _pace(self) -> JobPace:
         return self._pacing.of(self.run, self.history.generation, self.measured)
 
-    def _speed_measured(self, worker: WorkerId, report: SpeedMeasured, *, now: float) -> None:
+    def _speed_measured(self, worker: WorkerId, report: reports.SpeedMeasured, *, now: float) -> None:
         before = self.membership.live[worker].hello.profile.flops_per_s
-        heard = SpeedHeard(worker=worker, flops_per_s=report.flops_per_s, spread=report.spread)
-        self._changed(self.membership.handle(heard, now=now), now=now)
+        speed = membership.SpeedHeard(worker=worker, flops_per_s=report.flops_per_s, spread=report.spread)
+        self._hear(speed, now=now)
         if self.run is not None and not self._pace().is_at_work(worker):
             self.measured[self.run.job.job].measured_again(worker, report.flops_per_s / max(1.0, before))
         self._outbox.log(
@@ -320,7 +280,7 @@ class Coordinator:
             f"before {before / 1e9:.3g}"
         )
 
-    def _measured(self, report: LinksMeasured) -> None:
+    def _measured(self, report: reports.LinksMeasured) -> None:
         for link in report.links:
             # What cannot be would end a planner, or this: it is divided by.
             if 0 <= link.latency_s < inf and link.bytes_per_s > 0:
@@ -330,7 +290,7 @@ class Coordinator:
             for pair in [pair for pair in self.links if not live.keys() >= set(pair)]:
                 del self.links[pair]
 
-    def _hello(self, hello: Hello, *, now: float) -> None:
+    def _hello(self, hello: reports.Hello, *, now: float) -> None:
         known = hello.position
         if known is not None and not self.history.covers(known):
             self._lacks(hello.worker, hello.incarnation, known)
@@ -338,7 +298,7 @@ class Coordinator:
             newer = f"this worker has followed a newer coordinator (epoch {hello.epoch}, here {self.history.epoch})"
             self._refuse_other_log(hello.worker, hello.incarnation, newer)
         else:
-            self._changed(self.membership.handle(HelloHeard(hello=hello), now=now), now=now)
+            self._hear(membership.HelloHeard(hello=hello), now=now)
 
     def _lacks(self, worker: WorkerId, incarnation: Incarnation, known: LogPosition) -> None:
         """A worker knows what is not in the log: it has lost that, or it is another one."""
@@ -357,7 +317,7 @@ class Coordinator:
             "which goes on without what was lost"
         )
         self._outbox.log(f"worker={worker} ends this coordinator: {reason}")
-        self._outbox.do(Halt(reason=reason))
+        self._outbox.do(io.Halt(reason=reason))
 
     def _ending(self) -> str:
         """Place where the log ended before this coordinator opened it, in words."""
@@ -373,18 +333,21 @@ class Coordinator:
 
     def _turn_away_stuck(self, *, now: float) -> None:
         for worker, reason in [stuck for run in self.runs.values() for stuck in run.stuck(now=now)]:
-            self._changed(self.membership.handle(Evicted(worker=worker, reason=reason), now=now), now=now)
+            self._hear(membership.Evicted(worker=worker, reason=reason), now=now)
 
-    def _changed(self, changes: list[MembershipChange], *, now: float) -> None:
-        for change in changes:
+    def _hear(self, event: membership.MembershipEvent, *, now: float) -> None:
+        """Have the membership take this in, and everybody else what changes by it."""
+        for change in self.membership.handle(event, now=now):
             match change:
-                case IncarnationJoined() | Returned():
+                case membership.IncarnationJoined() | membership.Returned():
                     self.absence.joined(self.membership.live[change.worker].member, now=now)
-                    self._welcome(change.worker, is_new=isinstance(change, IncarnationJoined), now=now)
-                case Rejected():
+                    self._welcome(
+                        change.worker, is_new=isinstance(change, membership.IncarnationJoined), now=now
+                    )
+                case membership.Rejected():
                     self._outbox.send(Refused(reason=change.reason), (change.worker, change.incarnation))
                     self._outbox.log(f"worker={change.worker} refused: {change.reason}")
-                case Lost():
+                case membership.Lost():
                     if change.is_final:
                         self._num_refused.pop(change.incarnation, None)
                         self._outbox.send(Refused(reason=change.reason), (change.worker, change.incarnation))
@@ -392,9 +355,9 @@ class Coordinator:
                     self.absence.lost(
                         change.incarnation, silent_s=change.silent_s, is_dead=change.is_final, now=now
                     )
-                    how = LEFT if change.reason == LEFT else f"lost: {change.reason}"
+                    how = membership.LEFT if change.reason == membership.LEFT else f"lost: {change.reason}"
                     self._outbox.log(f"worker={change.worker} {how}")
-                case IsLeaving():
+                case membership.IsLeaving():
                     self._outbox.log(f"worker={change.worker} leaving")
                     # With a job that is to begin or to go on, what a worker holds may be the last of it.
                     if self.run is None and not self.history.pending():
@@ -433,7 +396,7 @@ class Coordinator:
         incarnation = entry.hello.incarnation
         if incarnation not in self.history.drained:
             self._outbox.record(Drained(worker=worker, incarnation=incarnation, wall_s=now))
-        self._changed(self.membership.handle(LeaveHeard(worker=worker), now=now), now=now)
+        self._hear(membership.LeaveHeard(worker=worker), now=now)
 
 
 def _may_be_outdated(job: JobHistory, incarnation: Incarnation) -> bool:

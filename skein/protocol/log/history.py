@@ -10,30 +10,8 @@ from skein.config.job import JobSpec, read_spec, with_steps
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.changing.reroute import ways
 from skein.plan.plan import Plan
+from skein.protocol.log import records
 from skein.protocol.log.divergence import LossWatch
-from skein.protocol.log.records import (
-    Averaged,
-    CheckpointChecked,
-    CheckpointCommitted,
-    DataCounted,
-    Diverged,
-    Drained,
-    EpochOpened,
-    Evaluated,
-    GenerationMember,
-    GenerationOpened,
-    HaltAsked,
-    Incident,
-    JobEnded,
-    JobHeld,
-    JobRecord,
-    JobResumed,
-    JobSubmitted,
-    PlanAdopted,
-    Record,
-    RolledBack,
-    StepCommitted,
-)
 from skein.protocol.log.workclock import WorkClock
 from skein.protocol.messages.directives import Beginning, ChunkVersion, Decision, StepRecord
 from skein.protocol.messages.positions import LogPosition
@@ -51,7 +29,7 @@ from skein.types import (
     WorkerId,
 )
 
-Holding = Mapping[GenerationMember, frozenset[StageSpec]]
+Holding = Mapping[records.GenerationMember, frozenset[StageSpec]]
 """By process, what a plan gives it."""
 
 
@@ -70,58 +48,58 @@ class JobHistory:
     num_tokens: int = 0
     num_late_samples: int = 0
     """Left out of committed steps, rolled back ones included."""
-    last_evaluation: Evaluated | None = None
+    last_evaluation: records.Evaluated | None = None
     losses: LossWatch = field(default_factory=LossWatch)
     clock: WorkClock = field(default_factory=WorkClock)
-    diverged: Diverged | None = None
+    diverged: records.Diverged | None = None
     """Record that the losses diverged, until a step learns again."""
     scores: dict[Step, float] = field(default_factory=dict)
     """Validation losses of checkpoints and of versions after them; infinite if not finite."""
-    checkpoints: list[CheckpointCommitted] = field(default_factory=list)
+    checkpoints: list[records.CheckpointCommitted] = field(default_factory=list)
     damaged: dict[Step, str] = field(default_factory=dict)
     """Checkpoints among them that nobody is to read, and why."""
-    members: tuple[GenerationMember, ...] = ()
+    members: tuple[records.GenerationMember, ...] = ()
     followers: set[Incarnation] = field(default_factory=set)
     """Processes that were ever members."""
     outdated: set[Incarnation] = field(default_factory=set)
     """Followers whose chunks may be of a history that does not count; a commit clears who computed it."""
-    plan: PlanAdopted | None = None
-    worked: PlanAdopted | None = None
+    plan: records.PlanAdopted | None = None
+    worked: records.PlanAdopted | None = None
     """The plan by which the last step was made."""
     standing: tuple[tuple[ChunkRef, ...], ...] = ()
     """Walkers of the last step, where it had many, that no plan adopted since may have given anything."""
-    worked_by: tuple[GenerationMember, ...] = ()
+    worked_by: tuple[records.GenerationMember, ...] = ()
     """Members at the last step."""
     holding: tuple[Holding, ...] = ()
     """Stages that processes may hold at `version`: by the plan of the last step, and by those adopted since."""
-    behind: dict[GenerationMember, frozenset[ChunkVersion]] = field(default_factory=dict)
+    behind: dict[records.GenerationMember, frozenset[ChunkVersion]] = field(default_factory=dict)
     """Chunks that processes may hold which were away when later steps were made; newer than any checkpoint."""
     given_up: dict[Incarnation, Step] = field(default_factory=dict)
     """Processes that were not here when a version was given up which they may hold, and that version."""
     turned_at: Step | None = None
     """The version at which a plan last sent microbatches through other stages than before, or a stage was averaged:
     what had been done of that step under an older plan is of another step."""
-    rollbacks: list[RolledBack] = field(default_factory=list)
+    rollbacks: list[records.RolledBack] = field(default_factory=list)
     averaged: dict[StageSpec, Step] = field(default_factory=dict)
     """At which version a stage was last made of its neighbours."""
-    incidents: list[Incident] = field(default_factory=list)
+    incidents: list[records.Incident] = field(default_factory=list)
     learned: tuple[int, ...] = ()
     """Tokens that each walker has learned from since the last exchange, in the plan's order; of one walker, nothing."""
     begins: Beginning | None = None
     """Checkpoint whose parameters the job begins with, if they are another job's."""
-    counted: DataCounted | None = None
+    counted: records.DataCounted | None = None
     """Size of the job's data when they were opened first."""
-    halt: HaltAsked | None = None
+    halt: records.HaltAsked | None = None
     """Request for the state that the job is to come to once it is saved."""
-    held: JobHeld | None = None
-    end: JobEnded | None = None
+    held: records.JobHeld | None = None
+    end: records.JobEnded | None = None
     asked: JobSpec | None = None
     """Spec as it was submitted, if its budget is another since."""
     may_rewind: bool = False
     """Whether somebody has the job go on although it had diverged, so that it goes back once more."""
 
     @property
-    def may_hold(self) -> dict[GenerationMember, frozenset[ChunkVersion]]:
+    def may_hold(self) -> dict[records.GenerationMember, frozenset[ChunkVersion]]:
         """Chunks that processes may hold, here or not: stages at `version`, or as they were when these went away."""
         merged = dict(self.behind)
         for held in self.holding:
@@ -131,12 +109,12 @@ class JobHistory:
         return merged
 
     @property
-    def newest_checkpoint(self) -> CheckpointCommitted | None:
+    def newest_checkpoint(self) -> records.CheckpointCommitted | None:
         """Newest checkpoint that is whole, as far as is known; None if there is none."""
         return max(self.whole_checkpoints, key=lambda checkpoint: checkpoint.version, default=None)
 
     @property
-    def whole_checkpoints(self) -> list[CheckpointCommitted]:
+    def whole_checkpoints(self) -> list[records.CheckpointCommitted]:
         """Checkpoints that were not found damaged."""
         return [checkpoint for checkpoint in self.checkpoints if checkpoint.version not in self.damaged]
 
@@ -148,7 +126,7 @@ class JobHistory:
         return by_time if num_steps is None else min(by_time, num_steps)
 
     @property
-    def rewinds(self) -> list[RolledBack]:
+    def rewinds(self) -> list[records.RolledBack]:
         """Roll-backs because training had diverged."""
         return [back for back in self.rollbacks if back.learning_rate_ratio is not None]
 
@@ -162,7 +140,7 @@ class JobHistory:
 class Opening:
     """An epoch of the log, and the entry that begins it."""
 
-    record: EpochOpened
+    record: records.EpochOpened
     entry: int
 
 
@@ -183,19 +161,25 @@ class History:
         self.has_decided = False
         """Whether a record that binds was written in this epoch: then the log before it is the one that counts."""
 
-    def apply(self, record: Record) -> None:
+    def apply(self, record: records.Record) -> None:
         """Take one record, in log order."""
         self.num_records += 1
         self.has_decided |= isinstance(
-            record, StepCommitted | Evaluated | CheckpointCommitted | RolledBack | Averaged | JobEnded
+            record,
+            records.StepCommitted
+            | records.Evaluated
+            | records.CheckpointCommitted
+            | records.RolledBack
+            | records.Averaged
+            | records.JobEnded,
         )
         match record:
-            case EpochOpened():
+            case records.EpochOpened():
                 assert record.epoch > self.epoch, f"epoch {record.epoch} after {self.epoch}"
                 self.epoch = record.epoch
                 self.openings.append(Opening(record=record, entry=self.num_records))
                 self.has_decided = False
-            case JobSubmitted():
+            case records.JobSubmitted():
                 self.jobs[record.job] = JobHistory(
                     job=record.job,
                     key=record.key,
@@ -205,29 +189,29 @@ class History:
                     begins=record.begins,
                 )
                 self.job_by_key[record.key] = record.job
-            case Drained():
+            case records.Drained():
                 self.drained.add(record.incarnation)
             case _:
                 self._of_job(self.jobs[record.job], record)
-                if not isinstance(record, PlanAdopted):
+                if not isinstance(record, records.PlanAdopted):
                     self.jobs[record.job].last_wall_s = record.wall_s
 
-    def _of_job(self, job: JobHistory, record: JobRecord) -> None:
+    def _of_job(self, job: JobHistory, record: records.JobRecord) -> None:
         match record:
-            case GenerationOpened():
+            case records.GenerationOpened():
                 assert record.generation > self.generation, f"{record} after {self.generation}"
                 self.generation = record.generation
                 job.members = record.members
                 job.clock.stops()
                 job.followers.update(member.incarnation for member in record.members)
-            case PlanAdopted():
+            case records.PlanAdopted():
                 if job.plan is not None and ways(job.plan.plan) != ways(record.plan):
                     job.turned_at = job.version
                 job.standing = _still_standing(job, record)
                 job.learned = _still_learned(job, record.plan)
                 job.plan = record
                 job.holding = (*job.holding, _holding(job.members, record.plan))
-            case StepCommitted():
+            case records.StepCommitted():
                 assert record.record.step == job.version, f"{record} at version {job.version}"
                 job.behind, job.holding = _behind(job), job.holding[-1:]
                 job.version = Step(job.version + 1)
@@ -244,11 +228,11 @@ class History:
                 if job.outdated and job.plan is not None:
                     placed = set(job.plan.plan.workers)
                     job.outdated.difference_update(m.incarnation for m in job.members if m.worker in placed)
-            case Evaluated():
+            case records.Evaluated():
                 job.last_evaluation = record
                 job.clock.goes_on(record.wall_s)
                 job.scores[record.version] = record.loss if isfinite(record.loss) else inf
-            case CheckpointCommitted():
+            case records.CheckpointCommitted():
                 found = [c for c in job.checkpoints if c.version != record.version]
                 whole = [c.version for c in found if c.version not in job.damaged]
                 keeps = record.keeps or (*whole, record.version)[-job.spec.checkpoint.keep :]
@@ -257,13 +241,13 @@ class History:
                 job.damaged = {
                     at: why for at, why in job.damaged.items() if at in keeps and at != record.version
                 }
-            case Diverged():
+            case records.Diverged():
                 job.diverged = record
-            case CheckpointChecked():
+            case records.CheckpointChecked():
                 job.damaged.pop(record.version, None)
                 if not record.is_whole:
                     job.damaged[record.version] = record.reason
-            case RolledBack():
+            case records.RolledBack():
                 assert record.from_version == job.version >= record.to_version
                 job.given_up |= _absent(job)
                 job.holding = ()
@@ -282,7 +266,7 @@ class History:
                 job.losses.went_back(record.to_version)
                 job.diverged, job.may_rewind = None, False
                 job.damaged = {at: why for at, why in job.damaged.items() if at <= record.to_version}
-            case Averaged():
+            case records.Averaged():
                 assert record.version == job.version
                 job.turned_at = job.version
                 job.losses.changed()
@@ -292,17 +276,17 @@ class History:
                 here = set(job.members)
                 job.holding = tuple({m: x for m, x in held.items() if m in here} for held in job.holding)
                 job.outdated |= job.followers.difference(m.incarnation for m in job.members)
-            case Incident():
+            case records.Incident():
                 job.incidents.append(record)
-            case DataCounted():
+            case records.DataCounted():
                 job.counted = record
-            case HaltAsked():
+            case records.HaltAsked():
                 job.halt = record
-            case JobHeld():
+            case records.JobHeld():
                 job.held, job.halt = record, None
-            case JobResumed():
+            case records.JobResumed():
                 _resume(job, record)
-            case JobEnded():
+            case records.JobEnded():
                 job.end, job.held, job.halt = record, None, None
             case _:
                 assert_never(record)
@@ -342,7 +326,7 @@ class History:
         return None if found.held is None else JobState.HELD
 
 
-def _resume(job: JobHistory, record: JobResumed) -> None:
+def _resume(job: JobHistory, record: records.JobResumed) -> None:
     if job.end is not None or job.held is not None:
         # Whoever worked on it has forgotten it.
         job.members = ()
@@ -355,7 +339,7 @@ def _resume(job: JobHistory, record: JobResumed) -> None:
         job.counted = None if job.counted is None else replace(job.counted, num_steps=None)
 
 
-def _holding(members: tuple[GenerationMember, ...], plan: Plan) -> Holding:
+def _holding(members: tuple[records.GenerationMember, ...], plan: Plan) -> Holding:
     stages = {stage.index: stage for stage in plan.stages}
     by_worker: dict[WorkerId, set[StageSpec]] = {}
     for placed in plan.chunks:
@@ -363,7 +347,7 @@ def _holding(members: tuple[GenerationMember, ...], plan: Plan) -> Holding:
     return {m: frozenset(by_worker[m.worker]) for m in members if m.worker in by_worker}
 
 
-def _behind(job: JobHistory) -> dict[GenerationMember, frozenset[ChunkVersion]]:
+def _behind(job: JobHistory) -> dict[records.GenerationMember, frozenset[ChunkVersion]]:
     """Value of `behind` once the step at hand is made by the newest plan."""
     if len(job.holding) < 2 and not job.behind:
         return job.behind
@@ -386,7 +370,7 @@ def _absent(job: JobHistory) -> dict[Incarnation, Step]:
     }
 
 
-def _still_standing(job: JobHistory, record: PlanAdopted) -> tuple[tuple[ChunkRef, ...], ...]:
+def _still_standing(job: JobHistory, record: records.PlanAdopted) -> tuple[tuple[ChunkRef, ...], ...]:
     """Walkers that a plan has too, with nobody in them who is not the very process that made the last step."""
     if not job.standing:
         return ()

@@ -24,49 +24,21 @@ from skein.protocol.coordinator.runs.phase import (
     ThenWait,
 )
 from skein.protocol.coordinator.runs.stopping import Stopping
-from skein.protocol.membership.membership import (
-    IncarnationJoined,
-    IsLeaving,
-    Lost,
-    MembershipChange,
-    Rejected,
-    Returned,
-)
-from skein.protocol.messages.reports import (
-    Ack,
-    Beat,
-    CheckpointUnread,
-    CheckpointUnwritten,
-    CheckpointWritten,
-    ChunksReady,
-    DataOpened,
-    EvaluationDone,
-    Hello,
-    Leaving,
-    LinksMeasured,
-    PeersSeen,
-    Prefetched,
-    Report,
-    SpeedMeasured,
-    StageDone,
-    Suspected,
-    TimesMeasured,
-    Trouble,
-    Vote,
-)
+from skein.protocol.membership import membership
+from skein.protocol.messages import reports
 from skein.protocol.rounds.round import GraceOver, LedgerHeard
 from skein.types import JobState, WorkerId
 
 OfGeneration = (
-    Ack
-    | ChunksReady
-    | CheckpointUnread
-    | StageDone
-    | Vote
-    | EvaluationDone
-    | TimesMeasured
-    | Suspected
-    | Trouble
+    reports.Ack
+    | reports.ChunksReady
+    | reports.CheckpointUnread
+    | reports.StageDone
+    | reports.Vote
+    | reports.EvaluationDone
+    | reports.TimesMeasured
+    | reports.Suspected
+    | reports.Trouble
 )
 
 
@@ -90,22 +62,22 @@ class Run:
         self._parts.blame.joined(self._parts.live[worker])
         self._parts.gathering.met(worker)
 
-    def changed(self, change: MembershipChange, *, now: float) -> None:
+    def changed(self, change: membership.MembershipChange, *, now: float) -> None:
         """Take in that a worker came, went or wants to go."""
         match change:
-            case IncarnationJoined():
+            case membership.IncarnationJoined():
                 self._joined(change.worker, now=now)
-            case Returned():
+            case membership.Returned():
                 self._fence.broke(change.worker, now=now)
-            case Lost():
+            case membership.Lost():
                 is_missed = self._course.depends_on(change.worker)
                 self._parts.lost(change, is_missed=is_missed, now=now)
                 if is_missed:
                     self._fence.open(f"lost {change.worker} ({change.reason})", now=now)
-            case IsLeaving():
+            case membership.IsLeaving():
                 if not self._course.depends_on(change.worker) and not self._course.is_to_fence():
                     self._parts.members.let_go(change.worker)
-            case Rejected():
+            case membership.Rejected():
                 pass
             case _:
                 assert_never(change)
@@ -117,29 +89,29 @@ class Run:
         parts.asking.joined(entry, now=now)
         parts.gathering.joined(worker, is_member=parts.members.is_this(entry), now=now)
 
-    def report(self, worker: WorkerId, report: Report, *, now: float) -> None:
+    def report(self, worker: WorkerId, report: reports.Report, *, now: float) -> None:
         """A worker reported; what belongs to another generation is dropped."""
         parts, entry = self._parts, self._parts.live.get(worker)
         if entry is not None and entry.progressed_at == now:
             parts.vigil.moved(now=now)
         match report:
-            case Beat():
+            case reports.Beat():
                 parts.vigil.beat(worker, report)
-            case Prefetched():
+            case reports.Prefetched():
                 parts.members.copied(worker, report)
                 parts.joining.prefetched(worker, report)
                 parts.backups.prefetched(report)
-            case DataOpened():
+            case reports.DataOpened():
                 parts.joining.opened(worker, report)
                 if worker not in parts.members.placed:  # who has a place keeps that
                     parts.blame.opened(worker, report)
-            case CheckpointWritten() | CheckpointUnwritten():
+            case reports.CheckpointWritten() | reports.CheckpointUnwritten():
                 parts.vigil.moved(now=now)
                 parts.savings.heard(worker, report, now=now)
                 self._show_savings()
-            case PeersSeen():
+            case reports.PeersSeen():
                 self.tick(now=now)
-            case Hello() | LinksMeasured() | SpeedMeasured() | Leaving():
+            case reports.Hello() | reports.LinksMeasured() | reports.SpeedMeasured() | reports.Leaving():
                 pass  # Of no run.
             case _:
                 if report.generation == parts.out.history.generation and worker in parts.members:
@@ -148,26 +120,26 @@ class Run:
     def _of_generation(self, worker: WorkerId, report: OfGeneration, *, now: float) -> None:
         parts = self._parts
         match report:
-            case Ack():
+            case reports.Ack():
                 self._fence.acknowledged(worker, report, now=now)
-            case ChunksReady():
+            case reports.ChunksReady():
                 self._boundary.chunks_ready(worker, report, now=now)
-            case StageDone():
+            case reports.StageDone():
                 self._boundary.drive(LedgerHeard(worker=worker, done=report), now=now)
-            case Vote():
+            case reports.Vote():
                 self._boundary.voted(worker, report, now=now)
-            case EvaluationDone():
+            case reports.EvaluationDone():
                 self._boundary.evaluated(worker, report, now=now)
-            case TimesMeasured():
+            case reports.TimesMeasured():
                 if self.plan is not None:
                     parts.measured.take(worker, report, self.plan)
-            case Suspected():
+            case reports.Suspected():
                 reason = f"{worker} cannot reach it: {report.reason}"
                 self._fence.blame(report.peer, reason, is_hearsay=True, now=now)
-            case CheckpointUnread():
+            case reports.CheckpointUnread():
                 if reason := parts.storage.unread(worker, report, parts.incidents, now=now):
                     self._fence.open(reason, now=now)
-            case Trouble():
+            case reports.Trouble():
                 self._fence.troubled(worker, report, now=now)
             case _:
                 assert_never(report)

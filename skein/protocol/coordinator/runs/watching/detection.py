@@ -30,20 +30,6 @@ NUM_PROVEN = 2
 _NUM_STEPS = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stuck:
-    """An op of this worker has run for longer than any that ends."""
-
-    worker: WorkerId
-    running_s: float
-    bound_s: float
-
-    @property
-    def reason(self) -> str:
-        """In one line, with what to do."""
-        return f"an op has run for {self.running_s:.1f} s, where {self.bound_s:.1f} s is far too long: start it again"
-
-
 @dataclass(slots=True, kw_only=True)
 class _Placed:
     """A worker under the plan. `longest_s` has the longest op of each of the last steps, as far as beats saw it."""
@@ -109,18 +95,16 @@ class OpWatch:
         usual_s = max([*known, min(placed.longest_s)])
         return max(STUCK_S, STUCK_TIMES * usual_s)
 
-    def stuck(self) -> tuple[Stuck, ...]:
-        """Workers whose running op is beyond its bound, by the last beat of each; sorted by worker."""
-        # Asked at every report of every worker: bounds are worked out for the few that may be beyond any.
-        least_s = min(STUCK_S, WARMING_S)
-        slow = sorted(
-            (w, placed.running_s) for w, placed in self._placed.items() if placed.running_s > least_s
-        )
-        return tuple(
-            Stuck(worker=worker, running_s=running_s, bound_s=self.bound_s(worker))
-            for worker, running_s in slow
-            if running_s > self.bound_s(worker)
-        )
+    def stuck(self) -> dict[WorkerId, str]:
+        """Workers whose running op is beyond its bound, by the last beat of each; with the reason, and what to do."""
+        found = {}
+        for worker, placed in self._placed.items():
+            # Asked at every report of every worker: bounds are worked out for the few that may be beyond any.
+            if placed.running_s <= min(STUCK_S, WARMING_S) or placed.running_s <= self.bound_s(worker):
+                continue
+            far = f"where {self.bound_s(worker):.1f} s is far too long: start it again"
+            found[worker] = f"an op has run for {placed.running_s:.1f} s, {far}"
+        return found
 
 
 def _specs(placed: _Placed) -> tuple[StageSpec, ...]:

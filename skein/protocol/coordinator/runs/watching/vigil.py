@@ -81,7 +81,7 @@ class Vigil(RunPart):
 
     def stuck(self, plan: Plan | None, *, is_fencing: bool, now: float) -> tuple[tuple[WorkerId, str], ...]:
         """Workers that live and get nowhere, each with the reason: an op never ends, or they do not acknowledge."""
-        found = {stuck.worker: stuck.reason for stuck in self._ops.stuck()}
+        found = self._ops.stuck()
         if is_fencing and now >= self.gives_up_at(plan):
             reason = "it does not answer, though it beats: start it again"
             found = dict.fromkeys(self._members.unacknowledged(), reason) | found

@@ -165,9 +165,7 @@ class Members:
 
     def free_unplaced(self) -> None:
         """Members without a place may forget the job; those that are leaving may go."""
-        for worker, entry in self._entries.items():
-            if worker not in self.placed:
-                self._dismiss(entry, may_exit=entry.is_leaving)
+        self._dismiss(entry for worker, entry in self._entries.items() if worker not in self.placed)
 
     def free_strangers(self) -> None:
         """Let workers that came after the generation was opened forget the job: they hold nothing that counts.
@@ -175,30 +173,24 @@ class Members:
         Nor do copies count that a worker that is away may keep.
         """
         self.keepers.clear()
-        for worker, entry in self._membership.live.items():
-            if worker not in self._entries or not self.is_this(entry):
-                self._dismiss(entry, may_exit=entry.is_leaving)
+        self._dismiss(entry for entry in self.live.values() if not self.is_this(entry))
 
     def free_all(self) -> None:
         """The job is over for everybody who is live, member or not."""
-        for entry in self._membership.live.values():
-            self._dismiss(entry, may_exit=entry.is_leaving)
+        self._dismiss(self.live.values())
 
     def let_go(self, worker: WorkerId) -> None:
-        """Let this worker go: nothing depends on it."""
-        entry = self._membership.live.get(worker)
-        if entry is not None:
-            self._dismiss(entry, may_exit=True)
+        """Let this worker go, which wants to: nothing depends on it."""
+        self._dismiss([self.live[worker]])
 
     def let_leaving_go(self) -> None:
         """Let all leaving workers go: nothing depends on anybody."""
-        for entry in self._membership.live.values():
-            if entry.is_leaving:
-                self._dismiss(entry, may_exit=True)
+        self._dismiss(entry for entry in self.live.values() if entry.is_leaving)
 
     def is_leaving(self, worker: WorkerId) -> bool:
         """Whether a member wants to go."""
         return self._entries[worker].is_leaving
 
-    def _dismiss(self, entry: Entry, *, may_exit: bool) -> None:
-        self.out.send(Dismiss(job=self.job.job, may_exit=may_exit), entry.process)
+    def _dismiss(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            self.out.send(Dismiss(job=self.job.job, may_exit=entry.is_leaving), entry.process)
