@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skein.config.job import JobSpec
-from skein.model.parameters import layer_parameters
+from skein.model.reduced import reduced_by_group
 from skein.plan.agreeing.costs import Circle, Kind, kinds_of, reduced_bytes
 from skein.plan.cut import cut
-from skein.plan.load import stage_loads, tied_bytes
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
 from skein.topology.links import LinkMatrices, link_cost_s
-from skein.types import GroupId, Own, StageSpec, Tied
+from skein.types import GroupId, StageSpec
 from skein.units import format_bytes
 
 
@@ -126,23 +125,16 @@ def estimate_of_plan(job: JobSpec, fleet: Fleet, plan: Plan) -> Estimate:
 
 def _circles(job: JobSpec, stages: Sequence[StageSpec]) -> Mapping[GroupId, Circle]:
     """Circles of as many workers as the job asks for, by the names that plans give to groups."""
-    layers, word = job.layers, job.word_bytes
-    shared = tied_bytes(job, stages) // word
-    tensors = [len(layer) for layer in layer_parameters(job.model)]
-    replicas = job.parallel.replicas
-    circles: dict[GroupId, Circle] = {}
-    for load in stage_loads(job, stages):
-        first, stop = load.stage.first, load.stage.stop
-        shares = shared > 0 and (first == 0) != (stop == len(layers))
-        circles[Own(load.stage.index)] = Circle(
-            num_parameters=load.own_bytes // word,
-            num_tensors=sum(tensors[first:stop]) - shares,
-            num_workers=replicas,
+    num_bodies = len(stages) - job.parallel.layout.num_head_stages
+    return {
+        group: Circle(
+            num_parameters=reduced.num_parameters,
+            num_tensors=reduced.num_tensors,
+            # A head of its own is where the first stage is.
+            num_workers=len({stage % num_bodies for stage in reduced.stages}) * job.parallel.replicas,
         )
-    if shared:
-        num_workers = job.parallel.layout.num_ends * replicas
-        circles[Tied()] = Circle(num_parameters=shared, num_tensors=1, num_workers=num_workers)
-    return circles
+        for group, reduced in reduced_by_group(job.model, tuple(stages)).items()
+    }
 
 
 def _among(links: LinkMatrices, places: Sequence[int]) -> LinkMatrices:

@@ -78,7 +78,10 @@ class AnyModel(Spec):
 
     @abstractmethod
     def layer_parameters(self) -> tuple[Shapes, ...]:
-        """The tensors of each layer: what takes raw samples first, then the blocks, the head and its loss last."""
+        """The tensors of each layer: what takes raw samples first, then the blocks, the head and its loss last.
+
+        With tied embeddings the first and the last layer list the same tensor, for each needs it where it runs.
+        """
 
     @abstractmethod
     def layers(self, *, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:

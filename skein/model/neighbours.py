@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from skein.model.layers import AnyModel
-from skein.model.parameters import layer_parameters
 from skein.types import StageSpec
 
 
@@ -24,7 +23,7 @@ def counterparts(model: AnyModel, stage: StageSpec, neighbour: StageSpec) -> Map
     >>> found["blocks.2.conv.weight"]
     'blocks.0.conv.weight'
     """
-    layers = layer_parameters(model)
+    layers = model.layer_parameters()
     ends = 0, len(layers) - 1
     if stage.first in ends or stage.stop > ends[1]:
         return None

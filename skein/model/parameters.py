@@ -2,20 +2,19 @@
 
 import math
 
-from skein.model.layers import AnyModel, Shapes
-
-
-def layer_parameters(model: AnyModel) -> tuple[Shapes, ...]:
-    """The tensors of each layer, in the order of the layer list.
-
-    With tied embeddings the first and the last layer list the same tensor, for each needs it where it runs.
-    """
-    return model.layer_parameters()
+from skein.model.layers import AnyModel
+from skein.types import StageSpec
 
 
 def parameter_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
     """Every tensor of the whole model once, in the order of the layer list."""
-    return {name: shape for layer in layer_parameters(model) for name, shape in layer.items()}
+    return {name: shape for layer in model.layer_parameters() for name, shape in layer.items()}
+
+
+def stage_shapes(model: AnyModel, stage: StageSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a stage once, in the order of the layer list."""
+    layers = model.layer_parameters()[stage.first : stage.stop]
+    return {name: shape for layer in layers for name, shape in layer.items()}
 
 
 def num_parameters(model: AnyModel) -> int:

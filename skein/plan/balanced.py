@@ -41,7 +41,6 @@ from skein.plan.load import (
     layer_bytes,
     slots_within,
     stage_loads,
-    tied_bytes,
 )
 from skein.plan.order import ascending_schedules
 from skein.plan.paths import find_paths, find_skipping_paths, widest_jump
@@ -123,8 +122,7 @@ class Setting:
         self, stages: Sequence[StageSpec], chunks: Sequence[ChunkRef]
     ) -> tuple[tuple[Group, int], ...]:
         """Groups of the plan, each with the bytes that it reduces."""
-        shared = tied_bytes(self.job, stages)
-        return tuple(groups_of(self.job, stages, chunks, self.loads(stages), shared, self.pool))
+        return tuple(groups_of(self.job, stages, chunks, self.pool))
 
     def predicted_s(
         self,

@@ -4,9 +4,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 from skein.config.job import JobSpec
+from skein.model.reduced import reduced_by_group
 from skein.plan.agreeing.exchange import Direct, Ring, Tree, is_tree
 from skein.plan.agreeing.walkers import walkers_of
-from skein.plan.load import stage_loads, stages_by_group, tied_bytes
+from skein.plan.load import stage_loads
 from skein.plan.ops import Kept
 from skein.plan.order import left_undone, ops_of
 from skein.plan.plan import Group, Path, Plan, PlannedOp, Schedule
@@ -191,12 +192,13 @@ def _alternates(plan: Plan) -> Iterator[str]:
 
 
 def _groups(plan: Plan, job: JobSpec) -> Iterator[str]:
-    expected = stages_by_group(plan.stages, has_shared=bool(tied_bytes(job, plan.stages)))
+    expected = reduced_by_group(job.model, plan.stages)
     groups = [str(group.group) for group in plan.groups]
     if sorted(groups) != sorted(map(str, expected)):
         yield f"groups {groups}, expected {list(map(str, expected))}"
     for group in plan.groups:
-        yield from _group(group, plan, expected.get(group.group, ()))
+        reduced = expected.get(group.group)
+        yield from _group(group, plan, () if reduced is None else reduced.stages)
         yield from _pattern(group, job)
     short = too_few(plan, job)
     if short is not None:

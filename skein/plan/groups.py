@@ -7,15 +7,16 @@ from itertools import islice
 import numpy as np
 
 from skein.config.job import JobSpec
+from skein.model.reduced import reduced_by_group
 from skein.plan.agreeing.exchange import Row
 from skein.plan.agreeing.rounds import rows_of
 from skein.plan.clock.timing import pattern_of
-from skein.plan.load import StageLoad, num_shards, stages_by_group
+from skein.plan.load import num_shards
 from skein.plan.place import Pool
 from skein.plan.plan import Alternates, Group
 from skein.topology.consensus import choose
 from skein.topology.links import LinkMatrices
-from skein.types import ChunkRef, GroupId, Own, StageSpec, WorkerId
+from skein.types import ChunkRef, GroupId, StageSpec, WorkerId
 
 _MAX_ALTERNATES = 8
 """Most alternates of a chunk. A stage of a large fleet has hundreds of holders, and nobody tries them all."""
@@ -38,8 +39,6 @@ def groups_of(
     job: JobSpec,
     stages: Sequence[StageSpec],
     chunks: Sequence[ChunkRef],
-    loads: Sequence[StageLoad],
-    shared_bytes: int,
     pool: Pool,
 ) -> Iterator[tuple[Group, int]]:
     """A plan's groups, each with its bytes."""
@@ -51,10 +50,9 @@ def groups_of(
         weights = _measured_weights(job, workers, num_bytes, pool)
         return Group(group=name, members=members, num_shards=shards, pattern=pattern, weights=weights)
 
-    own_bytes = {load.stage.index: load.own_bytes for load in loads}
-    for name, its in stages_by_group(stages, has_shared=bool(shared_bytes)).items():
-        num_bytes = own_bytes[its[0]] if isinstance(name, Own) else shared_bytes
-        members = tuple(chunk for stage in its for chunk in chunks if chunk.stage == stage)
+    for name, reduced in reduced_by_group(job.model, tuple(stages)).items():
+        num_bytes = reduced.num_parameters * job.word_bytes
+        members = tuple(chunk for stage in reduced.stages for chunk in chunks if chunk.stage == stage)
         yield group(name, members, num_bytes), num_bytes
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
-from skein.types import GroupId, Own, StageIndex, StageSpec, Tied
+from skein.types import StageSpec
 
 _COPIES = 5
 """Copies of each parameter: itself, gradient, reduced gradient (an attempt leaves the gradient alone), two moments."""
@@ -17,9 +17,8 @@ _COPIES = 5
 class StageLoad:
     """Load of one chunk of `stage`; FLOPs, slots and outputs are of one microbatch.
 
-    It takes `fixed_bytes + slots * slot_bytes` of memory. `parameter_bytes` are those of its parameters, `own_bytes`
-    of the ones that no other stage shares, `output_bytes` of the boundary tensor that it hands on (and of the gradient
-    that comes back).
+    It takes `fixed_bytes + slots * slot_bytes` of memory. `parameter_bytes` are those of its parameters, `output_bytes`
+    of the boundary tensor that it hands on (and of the gradient that comes back).
     """
 
     stage: StageSpec
@@ -29,7 +28,6 @@ class StageLoad:
     slot_bytes: int
     output_bytes: int
     parameter_bytes: int
-    own_bytes: int
 
     @property
     def state_bytes(self) -> int:
@@ -52,21 +50,6 @@ def stage_loads(job: JobSpec, stages: Sequence[StageSpec]) -> tuple[StageLoad, .
     return tuple(_load(job, layers, stage) for stage in stages)
 
 
-def stages_by_group(
-    stages: Sequence[StageSpec], *, has_shared: bool
-) -> dict[GroupId, tuple[StageIndex, ...]]:
-    """Stages of each group: a group per stage, and one for the tensors that the first and the last share."""
-    found: dict[GroupId, tuple[StageIndex, ...]] = {Own(stage.index): (stage.index,) for stage in stages}
-    if has_shared:
-        found[Tied()] = (stages[0].index, stages[-1].index)
-    return found
-
-
-def tied_bytes(job: JobSpec, stages: Sequence[StageSpec]) -> int:
-    """Bytes of the tensors that the first and the last stage both hold; 0 if they are one stage or share none."""
-    return job.layers[-1].num_tied_parameters * job.word_bytes if len(stages) > 1 else 0
-
-
 def layer_bytes(job: JobSpec) -> tuple[int, ...]:
     """Memory of each layer with one slot, boundaries apart: what a cut by memory balances."""
     samples = job.batch.microbatch_samples
@@ -82,7 +65,6 @@ def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageL
     # one more input and one more gradient wait to be taken.
     boundary_bytes = samples * (input_bytes + cost.output_bytes)
     parameter_bytes = cost.num_parameters * job.word_bytes
-    shares_tied = (stage.first == 0) != (stage.stop == len(layers))
     return StageLoad(
         stage=stage,
         forward_flops=samples * cost.forward_flops,
@@ -91,7 +73,6 @@ def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageL
         slot_bytes=samples * cost.activation_bytes + boundary_bytes,
         output_bytes=samples * cost.output_bytes,
         parameter_bytes=parameter_bytes,
-        own_bytes=parameter_bytes - shares_tied * layers[-1].num_tied_parameters * job.word_bytes,
     )
 
 

@@ -20,7 +20,7 @@ from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import violations
 from skein.plan.clock.timing import op_times, with_times
 from skein.plan.groups import alternates_of, groups_of
-from skein.plan.load import stage_loads, tied_bytes
+from skein.plan.load import stage_loads
 from skein.plan.paths import find_paths
 from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan, PlannedOp, Schedule
 from skein.plan.replan.job_replan import replan_job
@@ -155,7 +155,7 @@ def searched_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     if routing is None:
         return None
     at_work = working(plan, set(pool.workers))
-    silent_s = slower_s(at_work, job, posed.loads, pool, [x.chunk for x in plan.chunks])
+    silent_s = slower_s(at_work, job, pool, [x.chunk for x in plan.chunks])
     return jittered_mean_s(posed.problem, routing, num_draws=NUM_JITTERS) + silent_s
 
 
@@ -246,7 +246,6 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tu
         pool.speeds / np.maximum(num_held, 1),
         pool,
     )
-    shared = tied_bytes(job, base.stages)
     bound = lower_bound(problem, effort=Effort.SIMPLE)
     slots = _slots(problem, routing, refs)
     return replace(
@@ -256,7 +255,7 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tu
         evaluation_paths=tuple(dict.fromkeys(full)),
         schedules=_schedules(problem, base, routing, refs),
         alternates=tuple(alternates_of(chunks, pool)),
-        groups=tuple(group for group, _ in groups_of(job, base.stages, chunks, posed.loads, shared, pool)),
+        groups=tuple(group for group, _ in groups_of(job, base.stages, chunks, pool)),
         predicted_step_s=found.jittered_s,
         lower_bound_s=bound.seconds,
         reason=_reason(base, posed, found, bound, started),

@@ -8,7 +8,7 @@ from skein.errors import UserError
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.layers import AnyModel, LayerSpec, StageCost, layers_of, stage_cost, tied_names
-from skein.model.parameters import layer_parameters, num_parameters
+from skein.model.parameters import num_parameters
 from skein.types import Precision, StageIndex, StageSpec
 
 TIED = LlamaModel(shape=LlamaShape(num_hidden_layers=2, tie_word_embeddings=True))
@@ -30,7 +30,7 @@ def test_list_begins_with_raw_samples_and_ends_with_the_head(model: AnyModel) ->
     names = [layer.name for layer in layers(model)]
     assert names == [names[0], "block.0", "block.1", "head"]
     assert names[0] == ("stem" if model is DIGITS else "embedding")
-    assert len(names) == len(layer_parameters(model))
+    assert len(names) == len(model.layer_parameters())
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skein.config.job import JobSpec, PlanSpec, SkipSpec
+from skein.model.reduced import reduced_by_group
 from skein.plan.balanced import make_balanced_plan, pool_of
 from skein.plan.check import violations
 from skein.plan.clock.timing import reduction_s
-from skein.plan.load import tied_bytes
 from skein.plan.order import left_undone
 from skein.plan.plan import Plan
 from skein.plan.replan.routing import always
@@ -21,7 +21,7 @@ from skein.plan.route.job_problem import pose, resized
 from skein.plan.route.plan_routing import routing_of
 from skein.plan.searched import make_searched_plan, searched_step_s
 from skein.topology.fleet import Fleet
-from skein.types import Layout, MicrobatchId, WorkerId
+from skein.types import Layout, MicrobatchId, Tied, WorkerId
 from tests.plan.builders import fleet, fleets, job, jobs, link, skipping_jobs, without
 from tests.support.extent import examples, part
 
@@ -94,7 +94,7 @@ def test_the_ends_of_tied_embeddings_lie_where_summing_them_is_cheap_and_the_ste
     # Apart, 20,000 x 64 numbers would cross at 1 MB/s: 5 MB there and 5 MB back, half of it each way by each.
     assert plan.predicted_step_s < 5.0
     pool = pool_of(spec, on)
-    shared = tied_bytes(spec, plan.stages)
+    shared = reduced_by_group(spec.model, plan.stages)[Tied()].num_parameters * spec.word_bytes
     apart = replace(tied, members=(tied.members[0], replace(tied.members[1], worker=WorkerId("w1"))))
     assert reduction_s(tied, shared, pool) < 0.1 < 5.0 < reduction_s(apart, shared, pool)
     posed = pose(spec, on, plan, pool)

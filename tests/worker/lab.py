@@ -22,7 +22,7 @@ from skein.config.job import (
 from skein.config.optimizer import AdamWSpec
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape
-from skein.model.layers import tied_names
+from skein.model.reduced import reduced_by_group
 from skein.plan.agreeing.exchange import DIRECT, Pattern
 from skein.plan.plan import Group, Path
 from skein.protocol.messages.directives import Decision, GroupResult, Resumption, StepRecord
@@ -54,9 +54,7 @@ from skein.types import (
     StageIndex,
     StageSpec,
     Step,
-    Tied,
     WorkerId,
-    parse_group,
 )
 from worker.boundary import BoundaryLog
 from worker.compute.batches import BatchReader
@@ -161,17 +159,13 @@ def arrange(
     chunks = tuple(ref for ring in rings for ref in ring)
     groups = [
         Group(
-            group=parse_group(f"s{stage.index}"),
-            members=tuple(ref for ref in chunks if ref.stage == stage.index),
-            num_shards=job.parallel.replicas,
+            group=group,
+            members=tuple(ref for ref in chunks if ref.stage in reduced.stages),
+            num_shards=max(job.parallel.replicas, len(reduced.stages)),
             pattern=pattern,
         )
-        for stage in stages
+        for group, reduced in reduced_by_group(job.model, stages).items()
     ]
-    if tied_names(job.model) and len(stages) > 1:
-        ends = {stages[0].index, stages[-1].index}
-        members = tuple(ref for ref in chunks if ref.stage in ends)
-        groups.append(Group(group=Tied(), members=members, num_shards=2, pattern=pattern))
     visited = ways or [[stage.index for stage in stages]]
     paths = tuple(
         Path(hops=tuple(rings[m % len(rings)][stage] for stage in visited[m % len(visited)]))

@@ -14,13 +14,14 @@ from skein.config.job import JobSpec
 from skein.config.rule import Walkers
 from skein.errors import LocalError
 from skein.model.layers import tied_names
+from skein.model.reduced import names_by_group
 from skein.numeric.aggregate.rule import Rule, Terms
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.gradients import unflatten
 from skein.numeric.walker import Walker
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import Decision, StepRecord
-from skein.types import ChunkRef, GroupId, Own, StageSpec, Step, Tied, WorkerId
+from skein.types import ChunkRef, GroupId, Own, StageSpec, Step, WorkerId
 from worker.compute.state import STEP, by_name, copied, named_tensors, saved
 from worker.model.stage import Stage, build_stage
 
@@ -77,12 +78,10 @@ class Chunk:
         return next(iter(self.params.values())).dtype
 
     def lay_out(self, groups: Iterable[Group], worker: WorkerId) -> None:
-        """Gives every parameter a zero accumulator in the vector of its group: `tied` where `groups` says so."""
+        """Gives every parameter a zero accumulator in the vector of its group, of those that this chunk is in."""
         me = ChunkRef(stage=self.stage.index, worker=worker)
-        is_shared = any(group.group == Tied() and me in group.members for group in groups)
-        shared = tied_names(self.module.spec) & self.params.keys() if is_shared else frozenset()
-        own = self.params.keys() - shared
-        self._names = {Own(self.stage.index): tuple(sorted(own)), Tied(): tuple(sorted(shared))}
+        mine = [group.group for group in groups if me in group.members]
+        self._names = names_by_group(mine, me.stage, sorted(self.params), self.module.spec.layer_parameters())
         self._accumulators = {group: self._laid_out(group) for group in self._names}
 
     def join(self, groups: Iterable[Group], worker: WorkerId) -> None:
@@ -121,8 +120,8 @@ class Chunk:
         return tuple(group for group, names in self._names.items() if names)
 
     def accumulator(self, group: GroupId) -> Tensor:
-        """The sums of the parameters that `group` reduces, as one vector; empty if there are none here."""
-        return self._accumulators[group]
+        """The sums of the parameters that `group` reduces, as one vector: the stage's own where no plan lists it."""
+        return self._accumulators.get(group, self._accumulators[Own(self.stage.index)])
 
     def gradients(self) -> dict[str, Tensor]:
         """The sums of all parameters by name: views of the accumulators."""

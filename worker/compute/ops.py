@@ -49,11 +49,9 @@ from skein.types import (
     JobId,
     Local,
     MicrobatchId,
-    Own,
     StageIndex,
     StageSpec,
     Step,
-    Tied,
     WorkerId,
 )
 from worker.compute.batches import BatchReader
@@ -355,7 +353,7 @@ class Compute:
                 joined = replace(joined, probe_loss=self._probed(chunk, flat, op.step))
             return joined
         if not op.results:
-            flat = chunk.accumulator(group.group if isinstance(group.group, Tied) else Own(chunk.stage.index))
+            flat = chunk.accumulator(group.group)
         else:
             shards = [unpack(operands[key], self.device)[SHARD] for key in op.results]
             flat = concatenated([shard.to(chunk.dtype) for shard in shards])

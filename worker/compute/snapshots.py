@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from skein.errors import LocalError
-from skein.model.layers import AnyModel, tied_names
+from skein.model.layers import AnyModel
+from skein.model.reduced import names_by_group
 from skein.numeric.aggregate.rule import Rule
 from skein.numeric.gradients import unflatten
 from skein.protocol.messages.directives import ChunkVersion, StepRecord
 from skein.protocol.worker.keeping.snapshots import SnapshotTerm, changes, outlived
 from skein.protocol.worker.ops import SnapshotOp
-from skein.types import Generation, GroupId, JobId, Own, StageIndex, StageSpec, Step, Tied
+from skein.types import Generation, GroupId, JobId, Own, StageIndex, StageSpec, Step
 from worker.bundle import WireTensor, to_wire
 from worker.compute.chunk import Chunk, update
 from worker.compute.state import copied, named_tensors, walker_from
@@ -231,11 +232,12 @@ def _gradients(
     stage: StageIndex,
     model: AnyModel,
 ) -> dict[str, Tensor]:
-    is_shared = any(result.group == Tied() for result in record.results)
-    shared = tied_names(model) & params.keys() if is_shared else frozenset[str]()
+    groups = names_by_group(
+        (x.group for x in record.results), stage, sorted(params), model.layer_parameters()
+    )
     grads: dict[str, Tensor] = {}
-    for group, names in ((Own(stage), params.keys() - shared), (Tied(), shared)):
-        wanted = {name: params[name] for name in sorted(names)}
+    for group, names in groups.items():
+        wanted = {name: params[name] for name in names}
         num_elements = sum(tensor.numel() for tensor in wanted.values())
         flat = result_by_group.get(group)
         if wanted and (flat is None or flat.numel() != num_elements):

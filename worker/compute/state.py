@@ -13,7 +13,7 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.config.rule import Walkers
 from skein.errors import LocalError
-from skein.model.parameters import layer_parameters
+from skein.model.parameters import stage_shapes
 from skein.numeric.aggregate.rule import Rule
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
@@ -109,8 +109,7 @@ def _drafted(job: JobSpec, stage: StageSpec, slots: Collection[str]) -> dict[str
     dtype = parameter_dtype(job.precision)
     params = {
         name: torch.empty(shape, dtype=dtype, device="meta")
-        for layer in layer_parameters(job.model)[stage.first : stage.stop]
-        for name, shape in layer.items()
+        for name, shape in stage_shapes(job.model, stage).items()
     }
     return named_tensors(
         Walker(params=params, state=rule_of(job.aggregation, job.optimizer).init(params)), slots

@@ -17,7 +17,7 @@ from skein.config.job import JobSpec
 from skein.plan.changing.clauses import Clause
 from skein.plan.clock.timing import reduction_s
 from skein.plan.groups import alternates_of, groups_of
-from skein.plan.load import StageLoad, slots_within, tied_bytes
+from skein.plan.load import StageLoad, slots_within
 from skein.plan.place import Pool
 from skein.plan.plan import ChunkPlan, Plan, Schedule
 from skein.types import ChunkRef, StageIndex, WorkerId
@@ -142,8 +142,7 @@ def _joined(plan: Plan, job: JobSpec, loads: Sequence[StageLoad], pool: Pool, se
     ]
     chunks = tuple(sorted((*plan.chunks, *added), key=lambda x: x.chunk.stage))
     refs = tuple(x.chunk for x in chunks)
-    shared = tied_bytes(job, plan.stages)
-    groups = tuple(groups_of(job, plan.stages, refs, loads, shared, pool))
+    groups = tuple(groups_of(job, plan.stages, refs, pool))
     empty = (Schedule(worker=worker, ops=()) for worker in seats.silent)
     joined = replace(
         plan,
@@ -151,20 +150,17 @@ def _joined(plan: Plan, job: JobSpec, loads: Sequence[StageLoad], pool: Pool, se
         schedules=tuple(sorted((*plan.schedules, *empty), key=lambda x: x.worker)),
         alternates=tuple(alternates_of(refs, pool)),
         groups=tuple(group for group, _ in groups),
-        predicted_step_s=plan.predicted_step_s + slower_s(plan, job, loads, pool, refs),
+        predicted_step_s=plan.predicted_step_s + slower_s(plan, job, pool, refs),
     )
     return replace(joined, reason=joined.reason.saying(_told([x.chunk for x in added])))
 
 
-def slower_s(
-    plan: Plan, job: JobSpec, loads: Sequence[StageLoad], pool: Pool, chunks: Sequence[ChunkRef]
-) -> float:
+def slower_s(plan: Plan, job: JobSpec, pool: Pool, chunks: Sequence[ChunkRef]) -> float:
     """Seconds that the longest reduction takes more among these chunks than among those of `plan`."""
-    shared = tied_bytes(job, plan.stages)
     longest_s = [
         max(
             reduction_s(group, num_bytes, pool)
-            for group, num_bytes in groups_of(job, plan.stages, members, loads, shared, pool)
+            for group, num_bytes in groups_of(job, plan.stages, members, pool)
         )
         for members in ([x.chunk for x in plan.chunks], chunks)
     ]

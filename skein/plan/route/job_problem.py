@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skein.config.job import JobSpec
+from skein.model.reduced import reduced_by_group
 from skein.plan.changing.silent import working
 from skein.plan.clock.timing import op_times
-from skein.plan.load import LEAST_SHARD_BYTES, StageLoad, stage_loads, tied_bytes
+from skein.plan.load import LEAST_SHARD_BYTES, StageLoad, stage_loads
 from skein.plan.paths import shares
 from skein.plan.place import Pool
 from skein.plan.plan import Infeasible, Plan
@@ -73,7 +74,7 @@ def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | No
         transfer_s=pool.links.latency_s + wire_s,
         wire_s=wire_s,
         slots=_slots(loads, num_stages, most_held, pool, job.batch.num_microbatches),
-        reduction=_reduction(job, plan, loads, pool),
+        reduction=_reduction(job, plan, pool),
         move_s=move_s,
         chunks_per_worker=most_held,
     )
@@ -121,9 +122,14 @@ def _slots(loads: Sequence[StageLoad], num_stages: int, most_held: int, pool: Po
     return np.clip(np.stack(columns, axis=1), 0, most).astype(np.int64)
 
 
-def _reduction(job: JobSpec, plan: Plan, loads: Sequence[StageLoad], pool: Pool) -> Reduction:
-    own = [float(load.own_bytes) for load in loads]
-    shared = float(tied_bytes(job, plan.stages))
+def _reduction(job: JobSpec, plan: Plan, pool: Pool) -> Reduction:
+    own, shared = [0.0] * len(plan.stages), 0.0
+    for reduced in reduced_by_group(job.model, plan.stages).values():
+        num_bytes = float(reduced.num_parameters * job.word_bytes)
+        if len(reduced.stages) == 1:
+            own[reduced.stages[0]] += num_bytes
+        else:
+            shared += num_bytes
     if plan.layout.comes_back:
         # Both ends are at the same workers.
         own[0] += own.pop() + shared

@@ -357,7 +357,7 @@ class AggregatingExecutor(NumericExecutor):
         result = results.get(alone) or results.get(Own(stage))
         if result is None or not result.weight:
             return
-        walker, names = self._walkers[stage].walker, self._names(result.group, stage)
+        walker, names = self._walkers[stage].walker, self._names[stage][Own(stage)]
         values = self._results[result.group, result.attempt].reshape(len(names), *_shape(walker))
         grads = tensors_of(dict(zip(names, values, strict=True)))
         terms = Terms(

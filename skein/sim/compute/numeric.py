@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from skein import rng
 from skein.config.job import JobSpec
+from skein.model.reduced import names_by_group
 from skein.protocol.messages.directives import Assign, ChunkAssignment, Decision, StepRecord
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import (
@@ -43,7 +44,6 @@ from skein.types import (
     StageIndex,
     StageSpec,
     Step,
-    Tied,
     WorkerId,
 )
 
@@ -73,6 +73,8 @@ class NumericModel:
         self.num_layers = len(layers)
         self.is_tied = bool(layers[-1].num_tied_parameters)
         self._seed = job.seed
+        self.layers = [(self.name(layer),) for layer in range(self.num_layers)]
+        """Names of each layer's parameters."""
         self._states: dict[tuple[str, str], ParameterState] = {}
 
     def executor(self, worker: WorkerId, flops_per_s: float) -> "NumericExecutor":
@@ -162,7 +164,8 @@ class NumericExecutor(SimExecutor):
         self._inputs: dict[tuple[MicrobatchId, StageIndex], F64] = {}
         """Inputs of forwards whose gradient has not come."""
         self._results: dict[tuple[GroupId, Attempt], F64] = {}
-        self._is_tied_apart = False
+        self._names: dict[StageIndex, Mapping[GroupId, tuple[str, ...]]] = {}
+        """Parameters that each stage contributes to its groups."""
         self._num_ways = 1
         """Paths to evaluate on."""
 
@@ -177,10 +180,11 @@ class NumericExecutor(SimExecutor):
         super().build(assign, given, times, visits)
         model, before = self._model, self._sums
         self._num_ways = max(1, assign.num_evaluation_paths)
-        self._is_tied_apart = any(group.group == Tied() for group in assign.groups)
-        self._params, self._sums = {}, {}
+        self._params, self._sums, self._names = {}, {}, {}
+        groups = [group.group for group in assign.groups]
         for chunk in assign.chunks:
             stage, names = chunk.stage.index, model.names(chunk.stage)
+            self._names[stage] = names_by_group(groups, stage, names, model.layers)
             self._params[stage] = self._given(assign, chunk, given[stage])
             is_carried = bool(self.chunks[stage].accumulated)
             self._sums[stage] = before[stage] if is_carried else {name: np.zeros((_D, _D)) for name in names}
@@ -272,15 +276,10 @@ class NumericExecutor(SimExecutor):
 
     # --- reductions ---
 
-    def _names(self, group: GroupId, stage: StageIndex) -> tuple[str, ...]:
-        """Names of the parameters that a stage contributes to a group."""
-        names = self._model.names(self.chunks[stage].stage)
-        is_of_tied = [name == _TIED and self._is_tied_apart for name in names]
-        wanted = group == Tied()
-        return tuple(name for name, is_tied in zip(names, is_of_tied, strict=True) if is_tied == wanted)
-
     def _vector(self, group: GroupId, stage: StageIndex) -> F64:
-        parts = [self._sums[stage][name].ravel() for name in self._names(group, stage)]
+        """Sums that a stage contributes to a group: its own ones where no plan lists the group."""
+        names = self._names[stage].get(group, self._names[stage][Own(stage)])
+        parts = [self._sums[stage][name].ravel() for name in names]
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def _pack_values(self, op: PackOp) -> None:
@@ -336,8 +335,7 @@ class NumericExecutor(SimExecutor):
             return before
         after = dict(before)
         for result in record.results:
-            is_ours = result.group == Tied() or result.group == Own(stage)
-            names = self._names(result.group, stage) if is_ours and result.weight else ()
+            names = self._names[stage].get(result.group, ()) if result.weight else ()
             if names:
                 factor = result.weight * record.clip
                 values = self._results[result.group, result.attempt].reshape(len(names), _D, _D)

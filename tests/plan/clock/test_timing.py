@@ -85,7 +85,6 @@ def uniform(p: int, m: int, hop_s: float) -> tuple[tuple[StageLoad, ...], Pool, 
             slot_bytes=1,
             output_bytes=0,
             parameter_bytes=4,
-            own_bytes=4,
         )
         for i in range(p)
     )

@@ -13,7 +13,6 @@ from skein.model.families.mistral import MistralModel, MistralShape
 from skein.model.families.qwen2 import Qwen2Model, Qwen2Shape
 from skein.model.families.qwen3 import Qwen3Model, Qwen3Shape
 from skein.model.layers import AnyModel
-from skein.model.parameters import layer_parameters
 from skein.model.shape import Llama3Rope
 from skein.types import Precision, StageIndex, StageSpec
 from worker.model.stage import IGNORED_LABEL, Stage, build_stage
@@ -98,12 +97,12 @@ def part(
 
 
 def whole(model: AnyModel, *, precision: Precision = Precision.FP64, seed: int = 7) -> Stage:
-    return part(model, 0, len(layer_parameters(model)), precision=precision, seed=seed)
+    return part(model, 0, len(model.layer_parameters()), precision=precision, seed=seed)
 
 
 def cuts(model: AnyModel) -> Iterator[tuple[int, ...]]:
     """Every way to cut the layer list, as the boundaries between stages, both ends included."""
-    num_layers = len(layer_parameters(model))
+    num_layers = len(model.layer_parameters())
     for num_cuts in range(num_layers):
         for inner in combinations(range(1, num_layers), num_cuts):
             yield (0, *inner, num_layers)

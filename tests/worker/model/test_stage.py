@@ -11,7 +11,7 @@ from skein.config.job import JobSpec
 from skein.model.decoder import decoder_shape
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.layers import tied_names
-from skein.model.parameters import layer_parameters, parameter_shapes
+from skein.model.parameters import parameter_shapes
 from skein.types import Precision
 from tests.support import extent
 from tests.worker.model.builders import (
@@ -50,7 +50,7 @@ def test_every_cut_gives_the_loss_and_gradients_of_the_whole(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_stage_holds_the_tensors_of_its_layers_and_no_others(name: str) -> None:
     model = MODELS[name]
-    layers = layer_parameters(model)
+    layers = model.layer_parameters()
     for cut in cuts(model):
         for stage, (first, stop) in zip(stages(model, cut), pairwise(cut), strict=True):
             expected = {key: shape for layer in layers[first:stop] for key, shape in layer.items()}
