@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from skein.plan.ops import COSTS, OpKind
-from skein.plan.route.kernels.arrays import op_numbers
 from skein.plan.route.problem import F64, I64, Problem, Routing, Timeline
 
 _K = TypeVar("_K", bound=Hashable)
@@ -40,8 +40,7 @@ class RoutedOp:
 
 def placed_ops(problem: Problem, routing: Routing, times: Timeline | None = None) -> tuple[RoutedOp, ...]:
     """All ops, in the order of the routing's sequence."""
-    numbers = op_numbers(routing.sequence, problem.num_microbatches)
-    pairs = zip(routing.sequence.tolist(), numbers.tolist(), strict=True)
+    pairs = (divmod(op, len(problem.ops)) for op in routing.sequence.tolist())
     return tuple(_placed(problem, routing, times, microbatch, number) for microbatch, number in pairs)
 
 
@@ -77,9 +76,9 @@ def transfer_counts(problem: Problem, routing: Routing) -> I64:
     """(num_workers, num_workers) boundary tensors from row to column in a step, activations and gradients."""
     counts = np.zeros((problem.num_workers, problem.num_workers), dtype=np.int64)
     workers = routing.worker_of[routing.path]
-    here, there = workers[:, :-1].ravel(), workers[:, 1:].ravel()
-    np.add.at(counts, (here, there), 1)
-    np.add.at(counts, (there, here), 1)
+    for op in problem.ops:
+        for maker in op.inputs:
+            np.add.at(counts, (workers[:, problem.ops[maker].hop], workers[:, op.hop]), 1)
     np.fill_diagonal(counts, 0)
     return counts
 
@@ -184,8 +183,8 @@ def critical_way(problem: Problem, routing: Routing, timeline: Timeline) -> Crit
     stretches: list[Stretch] = []
     op: RoutedOp | None = last
     while op is not None:
-        inputs = problem.ops[op.number].inputs
-        previous = by_number[op.microbatch, inputs[0]] if inputs else None
+        awaited = [by_number[op.microbatch, number] for number in problem.ops[op.number].awaited]
+        previous = max(awaited, key=partial(_there_s, problem, op.worker), default=None)
         stretch = _stretch(problem, op, previous, before.get((op.microbatch, op.number)))
         stretches.append(stretch)
         if stretch.wait is Wait.INPUT:
@@ -234,13 +233,18 @@ def _last(ops: Iterable[RoutedOp], timeline: Timeline) -> tuple[RoutedOp, int | 
     return max(ops, key=lambda op: op.end_s), None
 
 
+def _there_s(problem: Problem, worker: int, op: RoutedOp) -> float:
+    """Seconds at which what an op makes is at a worker, if it need not wait for a link."""
+    return op.end_s + float(problem.transfer_s[op.worker, worker])
+
+
 def _stretch(problem: Problem, op: RoutedOp, previous: RoutedOp | None, before: _Before | None) -> Stretch:
     free_s = 0.0 if before is None else before.op.end_s
     transfer_s, input_s, sender = 0.0, 0.0, op.worker
     if previous is not None:
         sender = previous.worker
         transfer_s = float(problem.transfer_s[sender, op.worker])
-        input_s = previous.end_s + transfer_s
+        input_s = _there_s(problem, op.worker, previous)
     queued_s = 0.0
     if previous is not None and (op.begin_s > free_s or input_s >= free_s):
         wait, queued_s = Wait.INPUT, max(0.0, op.begin_s - input_s)

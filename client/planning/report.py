@@ -280,7 +280,7 @@ def _busy_s(problem: Problem, routing: Routing) -> list[float]:
     busy_s = np.zeros(problem.num_workers)
     hops = routing.path[:, : problem.num_hops].ravel()
     workers, stages = routing.worker_of[hops], problem.stage_of[hops]
-    np.add.at(busy_s, workers, (problem.forward_s + problem.backward_s)[workers, stages])
+    np.add.at(busy_s, workers, problem.visit_s[workers, stages])
     losses = routing.worker_of[routing.path[:, problem.num_hops]]
     np.add.at(busy_s, losses, problem.loss_s[losses])
     return [float(x) for x in busy_s]

@@ -12,7 +12,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class Direction(StrEnum):
@@ -40,6 +44,9 @@ class ChunkOrder(StrEnum):
     SUMS = "sums"
 
 
+_Seconds = TypeVar("_Seconds", float, "npt.NDArray[np.float64]")
+
+
 class Cost(StrEnum):
     """Kind of seconds that an op takes, of those known of a chunk: LOSS is both others, unless measured by itself."""
 
@@ -47,10 +54,10 @@ class Cost(StrEnum):
     LOSS = "loss"
     BACKWARD = "backward"
 
-    def seconds(self, forward_s: float, backward_s: float) -> float:
-        """The op's seconds where a loss is its chunk's forward and backward."""
+    def seconds(self, forward_s: _Seconds, backward_s: _Seconds, loss_s: _Seconds | None = None) -> _Seconds:
+        """The op's seconds; a loss that was not measured is its chunk's forward and backward."""
         if self is Cost.LOSS:
-            return forward_s + backward_s
+            return forward_s + backward_s if loss_s is None else loss_s
         return forward_s if self is Cost.FORWARD else backward_s
 
 
@@ -88,6 +95,11 @@ class OpRow:
         if self.is_accumulating:
             return ChunkOrder.SUMS
         return ChunkOrder.SLOTS if self.slots > 0 else None
+
+    @property
+    def is_onward(self) -> bool:
+        """Whether it takes or gives a boundary tensor: such ops are a microbatch's way there and back."""
+        return self.takes is not None or self.gives is not None
 
     def is_shown_by(self, held: Collection[Kept]) -> bool:
         """Whether what is held at the op's chunk of its microbatch says that it is done there."""

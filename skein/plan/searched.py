@@ -28,7 +28,6 @@ from skein.plan.replan.routing import always
 from skein.plan.route.bounds.bound import Bound, Effort, lower_bound
 from skein.plan.route.evaluate import jittered_mean_s
 from skein.plan.route.job_problem import Posed, pose, resized
-from skein.plan.route.kernels.arrays import op_numbers
 from skein.plan.route.orders import FIRST_COME, named_orders
 from skein.plan.route.plan_routing import routing_of
 from skein.plan.route.problem import I64, Problem, Routing
@@ -292,11 +291,10 @@ def _schedules(
     problem: Problem, base: Plan, routing: Routing, refs: Sequence[ChunkRef]
 ) -> tuple[Schedule, ...]:
     """Every worker's part of the sequence."""
-    at, last = problem.ops, base.stages[-1].index
+    last = base.stages[-1].index
     ops: dict[WorkerId, list[PlannedOp]] = {ref.worker: [] for ref in sorted(refs, key=lambda x: x.worker)}
-    numbers = op_numbers(routing.sequence, problem.num_microbatches)
-    for m, number in zip(routing.sequence, numbers, strict=True):
-        op = at[number]
+    for m, number in zip(*np.divmod(routing.sequence, len(problem.ops)), strict=True):
+        op = problem.ops[number]
         ref = refs[routing.path[m, op.hop]]
         stage = last if op.kind.row.is_last else ref.stage
         ops[ref.worker].append(PlannedOp(kind=op.kind, stage=stage, microbatch=MicrobatchId(int(m))))

@@ -19,13 +19,14 @@ from skein.plan.route.evaluate import timeline
 from skein.plan.route.problem import Problem, Routing
 from skein.plan.route.search import Search
 from tests.support.instances import instance
+from tests.support.routing_rules import in_turn
 
 
 def line_of_two() -> tuple[Problem, Routing]:
     """Worker 0 sends two microbatches to worker 1 and back: 1 s forward, 1.5 s backward, 2 s a transfer, one slot."""
     problem = problem_of(instance(sizes=(1, 1), path_len=2, memory=1, waves=2))
     path = np.array([[0, 1, 0]] * 2)
-    return problem, Routing(worker_of=np.array([0, 1]), path=path, sequence=np.repeat([0, 1], 5))
+    return problem, Routing(worker_of=np.array([0, 1]), path=path, sequence=np.arange(10))
 
 
 def searched(seed: int, *, has_reduction: bool = True) -> tuple[Problem, Routing]:
@@ -101,7 +102,7 @@ def test_peaks_are_within_the_slots_and_reached_where_all_forwards_come_first() 
     assert (peak_held(problem, routing) <= 2).all()
     roomy = replace(problem, slots=np.full_like(problem.slots, 99))
     forwards_first = np.concatenate([np.repeat(np.arange(12), 2), np.repeat(np.arange(12), 3)])
-    held = peak_held(roomy, replace(routing, sequence=forwards_first))
+    held = peak_held(roomy, replace(routing, sequence=in_turn(forwards_first, len(problem.ops))))
     visits = np.bincount(routing.path[:, :2].ravel(), minlength=problem.num_chunks)
     assert held.tolist() == visits.tolist()
 

@@ -19,6 +19,7 @@ from skein.plan.route.kernels.arrays import HOP, SLOTS, op_array, op_seconds
 from skein.plan.route.kernels.compiled import compiled
 from skein.plan.route.problem import F64, I64, Problem, Routing
 from skein.types import Layout
+from tests.support.routing_rules import in_turn
 
 MARGIN = 1e-9
 """Seconds by which a better order must be better."""
@@ -58,7 +59,7 @@ def optimum(problem: Problem, *, most_steps: int = 50_000_000) -> Optimum | None
             raise ValueError(f"{most_steps} steps do not suffice")
         if makespan_s < best_s:
             best_s = makespan_s
-            best = Routing(worker_of=worker_of, path=path, sequence=sequence)
+            best = Routing(worker_of=worker_of, path=path, sequence=in_turn(sequence, len(problem.ops)))
     return None if best is None else Optimum(makespan_s=best_s, routing=best, num_steps=num_steps)
 
 
@@ -207,7 +208,7 @@ def search_orders(
         twin: (num_microbatches,) an earlier one with the same path that starts first, or -1.
         most_s: what is looked for is better by a margin.
         most_steps: when to give up.
-        sequence: out, see `Routing`.
+        sequence: out, (num_ops,) microbatch of each op, in order.
     """
     num_microbatches, num_ops = takes_s.shape
     num_workers = worker.max() + 1

@@ -69,7 +69,7 @@ def _sequence(
         for worker, queue in queues.items():
             while queue and is_next(worker, *queue[-1]):
                 _, microbatch = queue.pop()
+                sequence.append(microbatch * len(problem.ops) + next_number[microbatch])
                 next_number[microbatch] += 1
-                sequence.append(microbatch)
     assert len(sequence) == problem.num_ops, f"{len(sequence)} of {problem.num_ops} ops can run"
     return np.array(sequence, dtype=np.int64)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from skein.plan.route.problem import Problem, Routing
+from skein.plan.route.problem import I64, Problem, Routing
 from skein.types import Layout
 
 
@@ -34,7 +34,7 @@ def _shapes(problem: Problem, routing: Routing) -> Iterator[str]:
     wanted = (
         ("worker_of", routing.worker_of, (problem.num_chunks,), problem.num_workers),
         ("path", routing.path, (num_microbatches, num_hops + 1), problem.num_chunks),
-        ("sequence", routing.sequence, (problem.num_ops,), num_microbatches),
+        ("sequence", routing.sequence, (problem.num_ops,), problem.num_ops),
     )
     for name, array, shape, stop in wanted:
         if array.shape != shape:
@@ -96,19 +96,35 @@ def _totals(problem: Problem, routing: Routing) -> Iterator[str]:
 
 
 def _sequence(problem: Problem, routing: Routing) -> Iterator[str]:
-    ops, num_ops = problem.ops, len(problem.ops)
-    counts = np.bincount(routing.sequence, minlength=problem.num_microbatches)
-    if (counts != num_ops).any():
-        yield f"the sequence does not have {num_ops} ops of each microbatch"
+    if len(set(routing.sequence.tolist())) < problem.num_ops:
+        yield f"the sequence does not have {len(problem.ops)} ops of each microbatch"
         return
     held = np.zeros(problem.num_chunks, np.int64)
     slots = problem.slots[routing.worker_of, problem.stage_of]
-    done = np.zeros(problem.num_microbatches, np.int64)
-    for microbatch in routing.sequence.tolist():
-        op = ops[done[microbatch]]
-        done[microbatch] += 1
+    done: set[int] = set()
+    for place in routing.sequence.tolist():
+        microbatch, number = divmod(place, len(problem.ops))
+        op = problem.ops[number]
+        if any(place - number + x not in done for x in op.awaited):
+            yield f"op {number} of microbatch {microbatch} comes before what it waits for"
+            return
+        done.add(place)
         chunk = routing.path[microbatch, op.hop]
         held[chunk] += op.kind.row.slots
         if held[chunk] > slots[chunk]:
             yield f"chunk {chunk} holds {held[chunk]} microbatches, has {slots[chunk]} slots"
             return
+
+
+def in_turn(microbatches: I64, num_ops: int) -> I64:
+    """(num_ops,) a sequence as in `Routing`, of microbatches whose ops come one after the other by number.
+
+    >>> in_turn(np.array([0, 1, 0, 0, 1]), 3).tolist()
+    [0, 3, 1, 2, 4]
+    """
+    done = [0] * (int(microbatches.max()) + 1)
+    sequence = []
+    for m in microbatches.tolist():
+        sequence.append(m * num_ops + done[m])
+        done[m] += 1
+    return np.array(sequence, np.int64)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from skein.plan.replan.before import Seats, num_held
-from skein.plan.route.kernels.arrays import fixed, state
+from skein.plan.route.kernels.arrays import PASS, fixed, state
 from skein.plan.route.kernels.cost import fit
 from skein.plan.route.problem import F64, I64, Problem
 
@@ -64,7 +64,7 @@ class Needs:
 
 def needs_of_devices(problem: Problem) -> Needs:
     """The needs of `problem` as far as its devices' speeds say."""
-    both_s = problem.forward_s + problem.backward_s
+    both_s = problem.visit_s
     return Needs(
         visits=np.array(problem.visits_by_stage, np.float64),
         per_s=1 / np.maximum(both_s, _TINY_S),
@@ -79,7 +79,7 @@ def needs_of(problem: Problem, worker_of: I64, path: I64) -> Needs:
     visits in that time, or what its device computes, if that is less.
     """
     hold_s = _hold_s(problem, worker_of, path)
-    both_s = problem.forward_s + problem.backward_s
+    both_s = problem.visit_s
     per_s = np.minimum(problem.slots / hold_s, 1 / np.maximum(both_s, _TINY_S))
     if not problem.layout.comes_back:
         per_s[:, -1] = 1 / np.maximum(problem.loss_s, _TINY_S)
@@ -101,7 +101,7 @@ def _hold_s(problem: Problem, worker_of: I64, path: I64) -> F64:
         chunk, a, b = path[:, hop], worker[:, hop], worker[:, hop + 1]
         np.add.at(total_s, problem.stage_of[chunk], left_s)
         np.add.at(visits, problem.stage_of[chunk], 1.0)
-        left_s -= here.visit_s[chunk]
+        left_s -= here.spent_s[PASS, chunk]
         left_s -= problem.transfer_s[a, b] + problem.transfer_s[b, a]
     mean_s = np.maximum(total_s, _TINY_S) / np.maximum(visits, 1.0)
     return np.where(visits > 0, mean_s, mean_s.max())

@@ -94,7 +94,8 @@ def _renamed(problem: Problem, before: Before, seats: Seats) -> I64:
 
 def _in_turn(before: Before) -> list[int]:
     """Microbatches as they began."""
-    _, first = np.unique(before.sequence, return_index=True)
+    num_ops = len(before.sequence) // len(before.path)
+    _, first = np.unique(before.sequence // num_ops, return_index=True)
     return [int(m) for m in np.argsort(first, kind="stable")]
 
 

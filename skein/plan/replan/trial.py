@@ -9,14 +9,15 @@ from skein.plan.replan.needs import Needs
 from skein.plan.replan.repair import posed, repaired
 from skein.plan.route.evaluate import ordered, timeline
 from skein.plan.route.kernels.anneal import Cooling, anneal, anneal_surrogate
-from skein.plan.route.kernels.arrays import State, fixed, op_numbers, routing, state
-from skein.plan.route.kernels.cost import fit, scratch_for
+from skein.plan.route.kernels.arrays import fixed, routing, state
+from skein.plan.route.kernels.cost import fit, fitted, scratch_for
 from skein.plan.route.kernels.moves import dice, undo_space
 from skein.plan.route.plan_routing import in_time
 from skein.plan.route.problem import F64, I64, Problem, Routing
 from skein.rng import key
 
-_PATH_SHARES = np.cumsum([0.3, 0.25, 0.2, 0.12, 0.08, 0.05])
+_SEAT_SHARE = 0.0
+"""A placement is tried as it is."""
 _ROUGH_MOVES = 1_000
 
 
@@ -57,8 +58,8 @@ def annealed(trial: Trial, num_moves: int, *, warmth: float, seed: int) -> Trial
     """The best met on an annealing from `trial`, of `warmth` times its step; itself if nothing better is."""
     problem, scale_s = trial.problem, trial.cost_s
     arrays = fixed(problem)
-    here, best = _state(problem, trial.routing), _state(problem, trial.routing)
-    cooling = _cooling(num_moves, warmth * scale_s, min(warmth / 4, 1 / 2500) * scale_s)
+    here, best = (fitted(problem, arrays, trial.routing) for _ in range(2))
+    cooling = Cooling(max(1, num_moves), warmth * scale_s, min(warmth / 4, 1 / 2500) * scale_s, _SEAT_SHARE)
     work, random = (
         scratch_for(arrays, here),
         dice(key(seed, "replan", num_moves, *trial.routing.worker_of.tolist())),
@@ -95,26 +96,6 @@ def _eased(problem: Problem, holders: I64, path: I64, seed: int) -> I64:
     fit(arrays, here)
     scale_s = float(here.trip_s.max())
     random = dice(key(seed, "ease", *holders.tolist()))
-    cooling = _cooling(_ROUGH_MOVES, scale_s / 50, scale_s / 1200)
+    cooling = Cooling(_ROUGH_MOVES, scale_s / 50, scale_s / 1200, _SEAT_SHARE)
     anneal_surrogate(arrays, here, undo_space(here), cooling, random)
     return here.path
-
-
-def _state(problem: Problem, routing_: Routing) -> State:
-    here = state(problem, routing_.worker_of, routing_.path)
-    here.sequence[:] = routing_.sequence
-    here.op[:] = op_numbers(routing_.sequence, problem.num_microbatches)
-    fit(fixed(problem), here)
-    return here
-
-
-def _cooling(num_moves: int, first_s: float, last_s: float) -> Cooling:
-    return Cooling(
-        num_moves=max(1, num_moves),
-        first_s=first_s,
-        last_s=last_s,
-        evenness=1.5,
-        order_share=0.2,
-        seat_share=0.0,  # a placement is tried as it is
-        path_shares=_PATH_SHARES,
-    )

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from skein.plan.route.kernels.arrays import fixed, op_numbers, routing, state
-from skein.plan.route.kernels.cost import BLOCKED, NEVER, fit, run_sequence, scratch_for
+from skein.plan.route.kernels.arrays import fixed, state
+from skein.plan.route.kernels.cost import BLOCKED, NEVER, fit, fitted, run_sequence, scratch_for
 from skein.plan.route.kernels.simulate import simulate
 from skein.plan.route.problem import F64, I64, Problem, Routing, Timeline
 from skein.rng import stream
@@ -18,16 +18,13 @@ def timeline(problem: Problem, routing: Routing) -> Timeline:
         ValueError: a chunk would hold more than its slots in that order.
     """
     arrays = fixed(problem)
-    here = state(problem, routing.worker_of, routing.path)
-    here.sequence[:] = routing.sequence
-    here.op[:] = op_numbers(routing.sequence, problem.num_microbatches)
-    fit(arrays, here)
+    here = fitted(problem, arrays, routing)
     work = scratch_for(arrays, here)
-    step_s = run_sequence(arrays, here, work, NEVER)
+    step_s = run_sequence(arrays, here, work, arrays.graph, NEVER)
     if step_s == BLOCKED:
         raise ValueError("in this order a chunk would hold more microbatches than it has slots")
     begin_s = np.zeros((problem.num_microbatches, len(problem.ops)))
-    begin_s[here.sequence, here.op] = work.begin_s
+    begin_s.ravel()[routing.sequence] = work.begin_s
     end_s = work.input_s.copy()
     return Timeline(
         begin_s=begin_s,
@@ -73,9 +70,7 @@ def jittered_mean_s(
 
 def sequence_of(begin_s: F64) -> I64:
     """The order of all ops by their starts; of one start, by microbatch. `begin_s` as in `Timeline`."""
-    order = np.argsort(begin_s.ravel(), kind="stable")
-    sequence: I64 = (order // begin_s.shape[1]).astype(np.int64)
-    return sequence
+    return np.argsort(begin_s.ravel(), kind="stable").astype(np.int64)
 
 
 def ordered(problem: Problem, worker_of: I64, path: I64) -> Routing | None:
@@ -101,5 +96,4 @@ def ordered(problem: Problem, worker_of: I64, path: I64) -> Routing | None:
     )
     if last_s == NEVER:
         return None
-    here.sequence[:] = sequence_of(begin_s)
-    return routing(problem, here)
+    return Routing(worker_of=here.holder[: problem.num_chunks], path=here.path, sequence=sequence_of(begin_s))

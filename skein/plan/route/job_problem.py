@@ -102,7 +102,7 @@ def resized(posed: Posed) -> Posed | None:
 
 def work_s(problem: Problem) -> F64:
     """(num_stages,) seconds of a step that each stage's ops take on a worker of middling speed."""
-    visit_s = (problem.forward_s + problem.backward_s).mean(axis=0)
+    visit_s = problem.visit_s.mean(axis=0)
     seconds: F64 = visit_s * np.array(problem.visits_by_stage)
     if problem.layout.comes_back:
         seconds[0] += problem.loss_s.mean() * problem.num_microbatches

@@ -110,24 +110,30 @@ def _depths(problem: Problem, holders: Sequence[int], num_microbatches: int) -> 
 
 
 def _sequence(problem: Problem, ways: _Ways) -> I64 | None:
-    """An order of all ops that keeps each worker's; None if they run in a circle. A loop's losses go when they may."""
-    at = problem.ops
+    """An order of all ops that keeps each worker's; None if they run in a circle. What none lists goes when it may."""
     queues = {worker: deque(_own_ops(problem, ops)) for worker, ops in ways.items()}
-    done = np.zeros(problem.num_microbatches, np.int64)
-    sequence: list[int] = []
+    listed = {op for queue in queues.values() for op in queue}
+    done: dict[tuple[int, int], None] = {}
+
+    def may_go(m: int, number: int) -> bool:
+        return all((m, x) in done for x in problem.ops[number].awaited)
+
+    def end(m: int, number: int) -> None:
+        done[m, number] = None
+        for x in problem.ops[number].followers:
+            if (m, x) not in listed and may_go(m, x):
+                end(m, x)
+
     is_moving = True
     while is_moving:
         is_moving = False
         for queue in queues.values():
-            while queue and done[queue[0][0]] == queue[0][1]:
-                m, number = queue.popleft()
-                sequence.append(m)
-                done[m] += 1
+            while queue and may_go(*queue[0]):
+                end(*queue.popleft())
                 is_moving = True
-                if problem.layout.comes_back and any(at[x].kind.row.is_last for x in at[number].followers):
-                    sequence.append(m)
-                    done[m] += 1
-    return np.array(sequence, np.int64) if (done == len(at)).all() else None
+    if len(done) < problem.num_ops:
+        return None
+    return np.array([m * len(problem.ops) + number for m, number in done], np.int64)
 
 
 def _own_ops(problem: Problem, ops: Sequence[PlannedOp]) -> Iterator[tuple[int, int]]:

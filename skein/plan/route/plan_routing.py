@@ -1,13 +1,14 @@
 """A plan's schedules as one order of all its ops: what it takes as it is can then be reckoned for any fleet."""
 
+import itertools
 import math
 from collections import deque
 from dataclasses import replace
 
 import numpy as np
 
-from skein.plan.ops import OpKind, path_ops
-from skein.plan.plan import Plan
+from skein.plan.order import ways_of
+from skein.plan.plan import Plan, PlannedOp
 from skein.plan.route.evaluate import sequence_of, timeline
 from skein.plan.route.job_problem import Posed
 from skein.plan.route.kernels.arrays import op_seconds
@@ -33,9 +34,11 @@ def routing_of(plan: Plan, posed: Posed) -> Routing | None:
 
 def listed_sequence(plan: Plan) -> I64 | None:
     """Some order of all ops, as in `Routing`, in which each worker keeps to its list; None if there is none."""
-    numbers = [_numbers(plan, microbatch) for microbatch in range(len(plan.paths))]
+    ways = ways_of(plan.paths)
+    placed = list(itertools.chain(*ways))
+    number_of = {x.op: number for number, x in enumerate(placed)}
     lists = {schedule.worker: deque(schedule.ops) for schedule in plan.schedules}
-    at = [0] * len(plan.paths)
+    done: set[PlannedOp] = set()
     waiting: dict[int, list[WorkerId]] = {}
     sequence: list[int] = []
     to_try = deque(lists)
@@ -44,13 +47,13 @@ def listed_sequence(plan: Plan) -> I64 | None:
         ops = lists[worker]
         while ops:
             microbatch = int(ops[0].microbatch)
-            if numbers[microbatch].get((ops[0].kind, ops[0].stage)) != at[microbatch]:
+            number = number_of.get(ops[0])
+            if number is None or any(ways[microbatch][x].op not in done for x in placed[number].at.awaited):
                 # A worker is woken by the microbatch that it waits for, not looked at again for every op.
                 waiting.setdefault(microbatch, []).append(worker)
                 break
-            ops.popleft()
-            at[microbatch] += 1
-            sequence.append(microbatch)
+            done.add(ops.popleft())
+            sequence.append(number)
             to_try.extend(waiting.pop(microbatch, ()))
     return None if any(lists.values()) else np.array(sequence, np.int64)
 
@@ -69,9 +72,3 @@ def in_time(problem: Problem, routing: Routing) -> Routing | None:
         # By their ends, for then outputs ask for links.
         routing = replace(routing, sequence=sequence_of(found.begin_s + seconds))
     return routing
-
-
-def _numbers(plan: Plan, microbatch: int) -> dict[tuple[OpKind, int], int]:
-    """Number of each op within its microbatch, by kind and stage."""
-    hops = plan.paths[microbatch].hops
-    return {(op.kind, int(hops[op.hop].stage)): op.number for op in path_ops(len(hops))}

@@ -9,13 +9,14 @@ worker, the line layout and aggregation are added.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from skein.plan.ops import COSTS, Cost, PathOp, path_ops
+from skein.plan.ops import COSTS, Direction, OpKind, PathOp, path_ops
 from skein.types import Layout
 
 F64 = npt.NDArray[np.float64]
@@ -127,8 +128,29 @@ class Problem:
     def op_s(self) -> F64:
         """(num_costs, num_workers, num_stages) seconds of an op, by whose seconds it takes (`skein.plan.ops.COSTS`)."""
         loss_s = np.broadcast_to(np.asarray(self.loss_s, np.float64)[:, None], self.forward_s.shape)
-        seconds = {Cost.FORWARD: self.forward_s, Cost.LOSS: loss_s, Cost.BACKWARD: self.backward_s}
-        return np.array([seconds[cost] for cost in COSTS], np.float64)
+        return np.array([cost.seconds(self.forward_s, self.backward_s, loss_s) for cost in COSTS], np.float64)
+
+    @cached_property
+    def visit_s(self) -> F64:
+        """(num_workers, num_stages) of all ops of a microbatch at a hop, the last one apart."""
+        return self.seconds_of(kind for kind in OpKind if not kind.row.is_last)
+
+    @cached_property
+    def out_s(self) -> F64:
+        """(num_workers, num_stages) of those that it passes through on its way to its loss."""
+        return self._passed_s(Direction.FORWARD)
+
+    @cached_property
+    def home_s(self) -> F64:
+        """(num_workers, num_stages) of those that it passes through on its way back."""
+        return self._passed_s(Direction.BACKWARD)
+
+    def _passed_s(self, gives: Direction) -> F64:
+        return self.seconds_of(kind for kind in OpKind if not kind.row.is_last and kind.row.gives is gives)
+
+    def seconds_of(self, kinds: Iterable[OpKind]) -> F64:
+        """(num_workers, num_stages) of one op of each of these kinds together."""
+        return np.asarray(sum(self.op_s[COSTS.index(kind.row.cost)] for kind in kinds), np.float64)
 
     @cached_property
     def first_chunk(self) -> I64:
@@ -164,9 +186,8 @@ class Routing:
     Args:
         worker_of: (num_chunks,) who fills each chunk.
         path: (num_microbatches, num_hops + 1) chunk of each hop; the last column is where the loss is computed.
-        sequence: (num_ops,) microbatch of each op, in an order in which all ops can run: those of one microbatch appear
-            in the order of their numbers. What one worker does is the part of the sequence that is on its chunks, in
-            this order.
+        sequence: (num_ops,) every op, as `microbatch * ops of each + number`, in an order in which all can run. What a
+            worker does is the part of the sequence that is on its chunks, in this order.
     """
 
     worker_of: I64

@@ -11,8 +11,8 @@ import numpy as np
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import jittered_mean_s, ordered, timeline
 from skein.plan.route.kernels.anneal import Cooling, anneal, anneal_surrogate
-from skein.plan.route.kernels.arrays import State, fixed, op_numbers, routing, state
-from skein.plan.route.kernels.cost import NEVER, fit, scratch_for
+from skein.plan.route.kernels.arrays import fixed, routing, state
+from skein.plan.route.kernels.cost import NEVER, fit, fitted, scratch_for
 from skein.plan.route.kernels.moves import dice, undo_space
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.rounds import MoveSlice
@@ -22,7 +22,7 @@ from skein.rng import key, stream
 _CLOSE = 1.005
 """Mean steps under jitter nearer to each other than this are no reason to prefer one."""
 _SMALL = 8
-_PATH_SHARES = np.cumsum([0.3, 0.25, 0.2, 0.12, 0.08, 0.05])
+_SEAT_SHARE = 0.1
 NUM_JITTERS = 24
 """Draws that routings are compared by, the same for all seeds, so that searches can be compared too."""
 
@@ -97,14 +97,14 @@ class Search:
         undo = undo_space(here)
         scale_s = self.best.step_s
         # Far from good, an order is not worth its cost: the surrogate needs none.
-        rough = self._cooling(max(1, num_moves // 8), scale_s / 15, scale_s / 1200)
+        rough = Cooling(max(1, num_moves // 8), scale_s / 15, scale_s / 1200, _SEAT_SHARE)
         # On small problems anything may be best, so every other start is drawn and left as it is.
         if self._num_rounds % 2 or self.problem.num_workers > _SMALL:
             anneal_surrogate(self._fixed, here, undo, rough, random)
         routed = ordered(self.problem, here.holder[: self.problem.num_chunks], here.path)
         if routed is None:
             return self.best
-        fine = self._cooling(num_moves, timeline(self.problem, routed).step_s / 35, scale_s / 1500)
+        fine = Cooling(num_moves, timeline(self.problem, routed).step_s / 35, scale_s / 1500, _SEAT_SHARE)
         return self._annealed(routed, fine, random)
 
     def run(self, slice_: MoveSlice) -> Found | Infeasible:
@@ -120,23 +120,15 @@ class Search:
         self._num_rounds += 1
         random = dice(key(self._seed, "polish", self._num_rounds))
         step_s = self.best.step_s
-        return self._annealed(
-            self.best.routing, self._cooling(num_moves, warmth * step_s, step_s / 3000), random
-        )
+        cooling = Cooling(num_moves, warmth * step_s, step_s / 3000, _SEAT_SHARE)
+        return self._annealed(self.best.routing, cooling, random)
 
     def _annealed(self, routing_: Routing, cooling: Cooling, random: np.ndarray) -> Found:
-        here, best = self._state(routing_), self._state(routing_)
+        here, best = (fitted(self.problem, self._fixed, routing_) for _ in range(2))
         work, undo = scratch_for(self._fixed, here), undo_space(here)
         anneal(self._fixed, here, best, work, undo, cooling, random)
         self.num_moves += cooling.num_moves
         return self._offer(routing(self.problem, best))
-
-    def _state(self, routing_: Routing) -> State:
-        here = state(self.problem, routing_.worker_of, routing_.path)
-        here.sequence[:] = routing_.sequence
-        here.op[:] = op_numbers(routing_.sequence, self.problem.num_microbatches)
-        fit(self._fixed, here)
-        return here
 
     def _offer(self, routing_: Routing) -> Found:
         self._measured(routing_)
@@ -185,14 +177,3 @@ class Search:
         ):
             return worker_of
         return self._seat(self._drawn(100 + self._num_rounds))
-
-    def _cooling(self, num_moves: int, first_s: float, last_s: float) -> Cooling:
-        return Cooling(
-            num_moves=num_moves,
-            first_s=first_s,
-            last_s=last_s,
-            evenness=1.5,
-            order_share=0.2,
-            seat_share=0.1,
-            path_shares=_PATH_SHARES,
-        )

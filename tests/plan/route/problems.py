@@ -117,11 +117,9 @@ def in_sequence(problem: Problem, routing: Routing) -> float:
     ops = [ops_of(problem, routing, m) for m in range(problem.num_microbatches)]
     worker_free: dict[int, float] = {}
     line_free: dict[tuple[str, int], float] = {}
-    arrived, done = [0.0] * len(ops), [0] * len(ops)
+    arrived = [0.0] * len(ops)
     last = [0.0] * problem.num_stages
-    for m in map(int, routing.sequence):
-        op = done[m]
-        done[m] += 1
+    for m, op in zip(*np.divmod(routing.sequence, len(problem.ops)), strict=True):
         chunk, worker, seconds = ops[m][op]
         end = max(arrived[m], worker_free.get(worker, 0.0)) + seconds
         worker_free[worker] = end

@@ -110,3 +110,28 @@ def test_a_way_that_takes_no_time_stays_within_the_loops_arrays() -> None:
     way, worker_of, slots = np.array([[0, 1, 0, 1, 0]]), np.zeros(2, np.int64), np.ones(2, np.int64)
     ops, op_s = op_array(path_ops(3)), np.ones((5, 2))
     assert loop(way, worker_of, ops, op_s, none, none, slots, np.inf, begin_s, end_s) == 5.0
+
+
+def split_backward() -> np.ndarray:
+    """F0, L1, I0 and W0, of which only I0 is on the way: columns as in `op_array`."""
+    return np.array(
+        [
+            [0, 0, 1, 0, 1, 0, 1, -1],
+            [1, 1, 0, 1, 1, 1, 2, -1],
+            [0, 2, 0, 0, 1, 1, 3, -1],
+            [0, 2, -1, 1, 0, 1, -1, -1],
+        ]
+    )
+
+
+def test_an_op_that_nobody_else_waits_for_goes_when_its_worker_is_idle() -> None:
+    """The second microbatch's I goes before the first's W; with one slot, its F waits for that W."""
+    ops, apart = split_backward(), np.array([[0.0, 1.0], [1.0, 0.0]])
+    begin_s, end_s = np.zeros((2, 4)), np.zeros(2)
+    way, op_s = np.array([[0, 1, 0, 0], [0, 1, 0, 0]]), np.ones((4, 2))
+    for slots, began in ((2, [[0, 2, 4, 6], [1, 3, 5, 7]]), (1, [[0, 2, 4, 5], [6, 8, 10, 11]])):
+        step_s = simulate.simulate(
+            way, np.arange(2), ops, op_s, apart, 0 * apart, np.full(2, slots), np.inf, begin_s, end_s
+        )
+        assert begin_s.tolist() == began
+        assert step_s == end_s.max() == began[1][3] + 1

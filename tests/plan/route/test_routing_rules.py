@@ -36,7 +36,7 @@ def with_hop(routing: Routing, microbatch: int, hop: int, chunk: int) -> Routing
 
 BREAKS: dict[str, tuple[Problem, Callable[[Routing], Routing]]] = {
     "worker_of has shape (7,), expected (8,)": (LOOP, lambda x: replace(x, worker_of=x.worker_of[:7])),
-    "sequence has values outside 0 ... 7": (LOOP, lambda x: replace(x, sequence=x.sequence + 1)),
+    "sequence has values outside 0 ... 55": (LOOP, lambda x: replace(x, sequence=x.sequence + 1)),
     "worker 0 holds stage 0 2 times": (
         LOOP,
         lambda x: replace(x, worker_of=np.array([0, 0, 2, 3, 4, 5, 6, 7])),
@@ -57,7 +57,11 @@ BREAKS: dict[str, tuple[Problem, Callable[[Routing], Routing]]] = {
     ),
     "chunk 0 holds 3 microbatches, has 2 slots": (
         LOOP,
-        lambda x: replace(x, sequence=np.tile(np.arange(8), 7)),
+        lambda x: replace(x, sequence=np.arange(56).reshape(8, 7).T.ravel()),
+    ),
+    "op 1 of microbatch 0 comes before what it waits for": (
+        LOOP,
+        lambda x: replace(x, sequence=np.arange(56)[np.r_[1, 0, 2:56]]),
     ),
 }
 
@@ -90,7 +94,7 @@ def test_limits_on_swaps_and_jumps_are_kept(
     routing = Routing(
         worker_of=np.arange(4),
         path=np.array([[*stages, 0]]),
-        sequence=np.zeros(7, np.int64),
+        sequence=np.arange(7),
     )
     unequal = "stages are visited unequally"
     assert tuple(x for x in violations(problem, routing) if not x.startswith(unequal)) == message

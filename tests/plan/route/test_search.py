@@ -8,8 +8,8 @@ import pytest
 from skein.plan.plan import Infeasible
 from skein.plan.route.evaluate import jittered, ordered, timeline
 from skein.plan.route.kernels.anneal import refit
-from skein.plan.route.kernels.arrays import fixed, op_numbers, routing, state
-from skein.plan.route.kernels.cost import NEVER, fit, run_sequence, scratch_for
+from skein.plan.route.kernels.arrays import fixed, routing, state
+from skein.plan.route.kernels.cost import NEVER, fit, fitted, run_sequence, scratch_for
 from skein.plan.route.kernels.moves import (
     NOTHING,
     PATHS,
@@ -26,7 +26,7 @@ from skein.plan.route.start import first_paths
 from skein.types import Layout
 from tests.plan.route.problems import drawn, in_sequence, served_first_come
 from tests.support.extent import part
-from tests.support.routing_rules import violations
+from tests.support.routing_rules import in_turn, violations
 
 SEEDS = part(range(40), every=4)
 BOTH = (Layout.LOOP, Layout.LINE)
@@ -149,14 +149,29 @@ def test_a_step_is_given_up_as_soon_as_it_must_be_too_long() -> None:
     problem = drawn(5)
     made = begun(problem)
     assert made is not None
-    arrays, here = fixed(problem), state(problem, made.worker_of, made.path)
-    here.sequence[:], here.op[:] = made.sequence, op_numbers(made.sequence, problem.num_microbatches)
-    fit(arrays, here)
+    arrays = fixed(problem)
+    here = fitted(problem, arrays, made)
     work = scratch_for(arrays, here)
-    step_s = run_sequence(arrays, here, work, NEVER)
+    step_s = run_sequence(arrays, here, work, arrays.graph, NEVER)
     # The rest of a trip is a difference, so it may be off by rounding.
-    assert run_sequence(arrays, here, work, step_s * (1 + 1e-12)) == step_s
-    assert run_sequence(arrays, here, work, step_s * (1 - 1e-9)) == NEVER
+    assert run_sequence(arrays, here, work, arrays.graph, step_s * (1 + 1e-12)) == step_s
+    assert run_sequence(arrays, here, work, arrays.graph, step_s * (1 - 1e-9)) == NEVER
+
+
+@pytest.mark.parametrize("layout", BOTH)
+def test_a_graph_that_is_a_line_takes_as_long_as_a_line(layout: Layout) -> None:
+    for seed in range(8):
+        problem = drawn(seed, layout=layout)
+        made = begun(problem)
+        if made is not None:
+            arrays = fixed(problem)
+            here = fitted(problem, arrays, made)
+            asked = (arrays.graph, arrays.ops)
+            line_s, graph_s = (
+                run_sequence(arrays, here, scratch_for(arrays, here), graph, np.inf) for graph in asked
+            )
+            assert arrays.graph is None
+            assert line_s == graph_s
 
 
 def test_a_sequence_that_would_hold_too_much_is_refused() -> None:
@@ -169,7 +184,8 @@ def test_a_sequence_that_would_hold_too_much_is_refused() -> None:
             np.repeat(np.arange(len(paths)), problem.num_hops + 1),
         ]
     )
-    greedy = Routing(worker_of=np.arange(problem.num_chunks), path=paths, sequence=forwards_first)
+    sequence = in_turn(forwards_first, len(problem.ops))
+    greedy = Routing(worker_of=np.arange(problem.num_chunks), path=paths, sequence=sequence)
     with pytest.raises(ValueError, match="slots"):
         timeline(problem, greedy)
 

@@ -167,7 +167,7 @@ def stage_ends(problem: Problem, trips: Trips, *, tail_s: F64 | None = None) -> 
     found = []
     for stage in range(problem.num_stages):
         is_last = not problem.layout.comes_back and stage == problem.num_stages - 1
-        both_s = problem.forward_s[:, stage] + problem.backward_s[:, stage]
+        both_s = problem.out_s[:, stage] + problem.home_s[:, stage]
         visit_s = problem.loss_s if is_last else both_s
         can = np.ones(problem.num_workers, bool) if is_last else problem.slots[:, stage] > 0
         around_s = np.zeros(problem.num_workers)

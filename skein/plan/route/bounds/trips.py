@@ -25,8 +25,9 @@ class Trips:
         num_hops: K; hop 0 is the origin.
         is_loop: the loss is computed by the origin; otherwise by a worker of its own.
         is_single: a worker holds one chunk at most, so that the workers of a trip differ.
-        forward_s: (K, num_workers) least forward of a worker as hop h; infinite where it can hold no stage of that hop.
-        backward_s: same.
+        forward_s: (K, num_workers) least of a worker as hop h on the way there; infinite where it can hold no stage of
+            that hop. Ops that are off the way count for nothing, which only lowers bounds.
+        backward_s: same, on the way back.
         both_s: same, both of one stage.
         loss_s: (num_workers,).
         link_s: (num_workers, num_workers) one way; the diagonal is infinite if `is_single`.
@@ -141,9 +142,9 @@ def trips_of(problem: Problem) -> Trips:
         num_hops=problem.num_hops,
         is_loop=problem.layout.comes_back,
         is_single=is_single,
-        forward_s=_least(problem.forward_s, holds, stages),
-        backward_s=_least(problem.backward_s, holds, stages),
-        both_s=_least(problem.forward_s + problem.backward_s, holds, stages),
+        forward_s=_least(problem.out_s, holds, stages),
+        backward_s=_least(problem.home_s, holds, stages),
+        both_s=_least(problem.out_s + problem.home_s, holds, stages),
         loss_s=problem.loss_s,
         link_s=link_s,
         slots=np.minimum(problem.num_microbatches, slots).astype(np.float64),

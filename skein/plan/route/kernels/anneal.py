@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from skein.plan.route.kernels.arrays import U64, Fixed, State
+from skein.plan.route.kernels.arrays import LAST, U64, VISIT, Fixed, State
 from skein.plan.route.kernels.compiled import compiled
 from skein.plan.route.kernels.cost import (
     BLOCKED,
@@ -48,17 +48,17 @@ class Cooling(NamedTuple):
     """Settings of an annealing.
 
     num_moves: proposals. first_s, last_s: temperature, in seconds of the objective, falling geometrically.
-    evenness: weight of `smoothness` beside the step's seconds. order_share, seat_share: of the proposals.
+    seat_share, order_share: of the proposals. evenness: weight of `smoothness` beside the step's seconds.
     path_shares: (6,) of the kinds of path moves, cumulative.
     """
 
     num_moves: int
     first_s: float
     last_s: float
-    evenness: float
-    order_share: float
     seat_share: float
-    path_shares: F64
+    order_share: float = 0.2
+    evenness: float = 1.5
+    path_shares: F64 = np.cumsum([0.3, 0.25, 0.2, 0.12, 0.08, 0.05])
 
 
 @compiled
@@ -88,9 +88,9 @@ def surrogate_s(fixed: Fixed, state: State, chain_s: F64, load_s: F64) -> float:
         chain_s[state.path[m, 0]] += state.trip_s[m] / state.slots[state.path[m, 0]]
         for hop in range(fixed.num_hops):
             chunk = state.path[m, hop]
-            load_s[state.holder[chunk]] += state.visit_s[chunk]
+            load_s[state.holder[chunk]] += state.spent_s[VISIT, chunk]
         chunk = state.path[m, fixed.num_hops]
-        load_s[state.holder[chunk]] += state.last_s[chunk]
+        load_s[state.holder[chunk]] += state.spent_s[LAST, chunk]
     # A norm, not the maximum, which most moves leave as it is; scaled, for a 16th power of seconds would vanish.
     longest_s = 1e-300
     for origin in range(len(chain_s)):
@@ -189,7 +189,7 @@ def anneal(
     The best is the shortest step, what is moved added, and of equal ones the smoothest; returns that.
     """
     chain_s = np.zeros(int(fixed.first_chunk[1]))
-    now = run_sequence(fixed, state, work, NEVER)
+    now = run_sequence(fixed, state, work, fixed.graph, NEVER)
     now += cooling.evenness * smoothness(work) + state.move_s.sum()
     sort_sequence(state, work)
     # A copy: runs of refused moves overwrite `work`, and moves of the order go by what was accepted.
@@ -204,7 +204,7 @@ def anneal(
         at = to = -1
         kind = draw(random)
         if kind < cooling.order_share:
-            found = pull_forward(state, waited_s, random)
+            found = pull_forward(state, waited_s, fixed.graph, random)
             at, to = found[0], found[1]
             if at < 0:
                 continue
@@ -227,14 +227,14 @@ def anneal(
         is_ordered_anew = False
         # A look at trips alone refuses many a move before a run over all ops.
         if _least_s(state, chain_s) <= limit_s:
-            there = run_sequence(fixed, state, work, limit_s)
+            there = run_sequence(fixed, state, work, fixed.graph, limit_s)
             # New seats or paths may only want another order; a new order that blocks is simply a bad one.
             if there == BLOCKED and at < 0 and draw(random) < again_share:
                 sequence[:] = state.sequence
                 op[:] = state.op
                 is_ordered_anew = True
                 if order_first_come(fixed, state, begin_s, work.input_s):
-                    there = run_sequence(fixed, state, work, limit_s)
+                    there = run_sequence(fixed, state, work, fixed.graph, limit_s)
             if there == BLOCKED:
                 there = NEVER
             if there < NEVER:

@@ -1,6 +1,8 @@
 """Data of the compiled loops: a problem and a routing as flat arrays, in tuples that numba can take apart."""
 
+import itertools
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -12,22 +14,26 @@ from skein.plan.route.problem import F64, I64, Problem, Routing
 U64 = npt.NDArray[np.uint64]
 
 
-HOP, COST, SLOTS, SUMS = range(4)
-"""Columns of `Fixed.ops`: column of the path, row of `op_s`, slots taken, and 1 where the op accumulates."""
+HOP, COST, SLOTS, SUMS, ONWARD, AWAITED, FOLLOWERS = range(7)
+"""Columns of `Fixed.ops`: column of the path, row of `op_s`, slots taken, 1 where the op accumulates, 1 where it is on
+the way there or back, how many ops it waits for, and from there on who waits for it, padded with -1."""
+VISIT, LAST, PASS = range(3)
+"""Rows of `spent_s`: all ops of a microbatch at a hop, at the last one, and those at a hop that are on its way."""
 
 
 class Fixed(NamedTuple):
     """A problem. Shapes as in `Problem`; `reduce_bytes` (num_stages,) is all zero where aggregation is left out.
 
-    ops: (ops of each microbatch, 4) what each is, see `op_array`; one array, for each more costs the loops time.
-    visit_s, last_s: (num_workers, num_stages) of all ops of a microbatch at a hop, and at the last one.
+    ops: (ops of each microbatch, columns) what each is, see `op_array`; one array, for each more costs the loops time.
+    graph: the same, None where each op waits for the one before alone.
+    spent_s: (3, num_workers, num_stages) rows `VISIT`, `LAST`, `PASS`.
     """
 
     stage_of: I64
     first_chunk: I64
     ops: I64
-    visit_s: F64
-    last_s: F64
+    graph: I64 | None
+    spent_s: F64
     op_s: F64
     transfer_s: F64
     wire_s: F64
@@ -50,10 +56,10 @@ class State(NamedTuple):
     """A routing under change, and what follows from its placement.
 
     holder: (num_seats,) worker in each seat; the first num_chunks seats are the chunks, the rest is idle.
-    path, sequence: as in `Routing`; op: (num_ops,) which op of its microbatch each place in the sequence is.
+    path: as in `Routing`; sequence, op: (num_ops,) microbatch and number of each op, in order.
     way: (num_microbatches, ops of each) chunk of each op, which follows from its path.
     op_s: (ops of each, num_chunks), and slots: (num_chunks,), of each chunk at its holder.
-    visit_s, last_s: (num_chunks,) of all ops of a microbatch there at a hop, and at the last one.
+    spent_s: (3, num_chunks) as in `Fixed`, of each chunk at its holder.
     trip_s: (num_microbatches,) each microbatch's way there and back if nothing waits.
     reduce_s: (num_stages,) aggregation among a stage's holders.
     move_s: (num_chunks,) what it costs to bring each chunk to its holder.
@@ -65,8 +71,7 @@ class State(NamedTuple):
     op: I64
     way: I64
     op_s: F64
-    visit_s: F64
-    last_s: F64
+    spent_s: F64
     slots: I64
     trip_s: F64
     reduce_s: F64
@@ -76,14 +81,15 @@ class State(NamedTuple):
 def fixed(problem: Problem) -> Fixed:
     """The arrays of `problem`."""
     square = (problem.num_workers, problem.num_workers)
+    last_s = problem.seconds_of(kind for kind in OpKind if kind.row.is_last)
     reduction, shape = problem.reduction, (problem.num_workers, problem.num_stages)
     # What a problem leaves out costs nothing: zeros instead of None, which would need loops of another type.
     return Fixed(
         stage_of=problem.stage_of,
         first_chunk=problem.first_chunk,
         ops=op_array(problem.ops),
-        visit_s=_solid(sum(problem.op_s[COSTS.index(x.row.cost)] for x in OpKind if not x.row.is_last)),
-        last_s=_solid(sum(problem.op_s[COSTS.index(x.row.cost)] for x in OpKind if x.row.is_last)),
+        graph=None if is_line(problem.ops) else op_array(problem.ops),
+        spent_s=_solid(np.stack([problem.visit_s, last_s, problem.out_s + problem.home_s])),
         op_s=_solid(problem.op_s),
         transfer_s=_solid(problem.transfer_s),
         wire_s=_solid(problem.wire_s),
@@ -103,14 +109,50 @@ def fixed(problem: Problem) -> Fixed:
     )
 
 
-def op_array(ops: Sequence[PathOp]) -> I64:
-    """(ops of each microbatch, 4) its ops by number, for the compiled loops: columns `HOP`, `COST`, `SLOTS`, `SUMS`.
+@cache
+def op_array(ops: tuple[PathOp, ...]) -> I64:
+    """(ops of each microbatch, columns) its ops by number, for the compiled loops: columns `HOP` ... `FOLLOWERS`."""
+    onward = [op for op in ops if op.kind.row.is_onward]
+    assert all(b.inputs == (a.number,) for a, b in itertools.pairwise(onward)), (
+        "a microbatch goes several ways at once"
+    )
+    awaited = _awaited(ops)
+    followers = [[op.number for op in ops if x.number in awaited[op.number]] for x in ops]
+    table = np.full((len(ops), FOLLOWERS + max(map(len, followers)) + 1), -1, np.int64)
+    for x in ops:
+        row = x.kind.row
+        does = (
+            x.hop,
+            COSTS.index(row.cost),
+            row.slots,
+            row.is_accumulating,
+            row.is_onward,
+            len(awaited[x.number]),
+        )
+        table[x.number, : FOLLOWERS + len(followers[x.number])] = (*does, *followers[x.number])
+    return table
 
-    The loops take a microbatch's ops one after the other, each waiting for the one before.
+
+@cache
+def is_line(ops: tuple[PathOp, ...]) -> bool:
+    """Whether each op waits for the one before it and nothing else, so that one thing at a time happens.
+
+    >>> from skein.plan.ops import path_ops
+    >>> is_line(path_ops(3))
+    True
     """
-    assert all(op.inputs == ((op.number - 1,) if op.number else ()) for op in ops), "no chain"
-    rows = [(x.hop, COSTS.index(x.kind.row.cost), x.kind.row.slots, x.kind.row.is_accumulating) for x in ops]
-    return np.array(rows, np.int64)
+    return all(awaited == list(range(number)[-1:]) for number, awaited in enumerate(_awaited(ops)))
+
+
+def _awaited(ops: Sequence[PathOp]) -> list[list[int]]:
+    """Ops that each waits for; not those at its own chunk that ended before something else that it waits for."""
+    before: list[set[int]] = []
+    for op in ops:
+        before.append(set(op.awaited).union(*(before[x] for x in op.awaited)))
+    return [
+        [*op.inputs, *(x for x in op.own if not any(x in before[other] for other in op.awaited))]
+        for op in ops
+    ]
 
 
 def op_seconds(problem: Problem, worker_of: I64, path: I64) -> F64:
@@ -131,18 +173,19 @@ def num_seats(problem: Problem) -> int:
     return problem.num_workers * (problem.chunks_per_worker or -(-problem.num_chunks // problem.num_workers))
 
 
-def state(problem: Problem, worker_of: I64, path: I64) -> State:
-    """A state at a placement and paths; its sequence is empty and what is derived is not filled in yet."""
+def state(problem: Problem, worker_of: I64, path: I64, sequence: I64 | None = None) -> State:
+    """A state at a placement and paths, in an order if there is one; what is derived is not filled in yet."""
+    order = np.zeros(problem.num_ops, np.int64) if sequence is None else sequence
+    microbatches, ops = np.divmod(order, len(problem.ops))
     chunks, num_microbatches = problem.num_chunks, problem.num_microbatches
     return State(
         holder=_seated(problem, worker_of),
         path=path.astype(np.int64),
-        sequence=np.zeros(problem.num_ops, np.int64),
-        op=np.zeros(problem.num_ops, np.int64),
+        sequence=microbatches,
+        op=ops,
         way=np.zeros((num_microbatches, len(problem.ops)), np.int64),
         op_s=np.zeros((len(problem.ops), chunks)),
-        visit_s=np.zeros(chunks),
-        last_s=np.zeros(chunks),
+        spent_s=np.zeros((3, chunks)),
         slots=np.zeros(chunks, np.int64),
         trip_s=np.zeros(num_microbatches),
         reduce_s=np.zeros(problem.num_stages),
@@ -163,19 +206,5 @@ def routing(problem: Problem, state: State) -> Routing:
     return Routing(
         worker_of=state.holder[: problem.num_chunks].copy(),
         path=state.path.copy(),
-        sequence=state.sequence.copy(),
+        sequence=state.sequence * len(problem.ops) + state.op,
     )
-
-
-def op_numbers(sequence: I64, num_microbatches: int) -> I64:
-    """Number of the op, within its microbatch, that each place in `sequence` is.
-
-    >>> op_numbers(np.array([0, 1, 0, 0, 1]), 2).tolist()
-    [0, 0, 1, 2, 1]
-    """
-    order = np.argsort(sequence, kind="stable")
-    counts = np.bincount(sequence, minlength=num_microbatches)
-    firsts = np.repeat(np.cumsum(counts) - counts, counts)
-    numbers = np.empty(len(sequence), np.int64)
-    numbers[order] = np.arange(len(sequence)) - firsts
-    return numbers

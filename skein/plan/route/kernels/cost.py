@@ -10,9 +10,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from skein.plan.route.kernels.arrays import COST, HOP, SLOTS, SUMS, Fixed, State
+from skein.plan.route.kernels.arrays import (
+    COST,
+    FOLLOWERS,
+    HOP,
+    LAST,
+    ONWARD,
+    PASS,
+    SLOTS,
+    SUMS,
+    Fixed,
+    State,
+    state,
+)
 from skein.plan.route.kernels.compiled import compiled
-from skein.plan.route.problem import F64, I64
+from skein.plan.route.problem import F64, I64, Problem, Routing
 
 NEVER = np.inf
 BLOCKED = -1.0
@@ -24,7 +36,8 @@ class Scratch(NamedTuple):
 
     begin_s: (num_ops,) when each op of the sequence starts; waited_s: how long its input had been there by then.
     last_s: (num_origins,) end of the last microbatch of each chunk of stage 0; reduced_s: (num_stages,) end of the
-    last backward of each stage, aggregation included. The rest is of no use outside.
+    last backward of each stage, aggregation included; input_s: (num_microbatches,) when each microbatch is back.
+    The rest is of no use outside.
     """
 
     begin_s: F64
@@ -63,8 +76,8 @@ def fit_chunk(fixed: Fixed, state: State, chunk: int) -> None:
     rows, op_s, all_s = fixed.ops, state.op_s, fixed.op_s
     for op in range(len(rows)):
         op_s[op, chunk] = all_s[rows[op, COST], worker, stage]
-    state.visit_s[chunk] = fixed.visit_s[worker, stage]
-    state.last_s[chunk] = fixed.last_s[worker, stage]
+    for row in range(len(fixed.spent_s)):
+        state.spent_s[row, chunk] = fixed.spent_s[row, worker, stage]
     state.slots[chunk] = fixed.slots[worker, stage]
     state.move_s[chunk] = fixed.move_s[worker, stage]
 
@@ -81,12 +94,12 @@ def fit_way(fixed: Fixed, state: State, microbatch: int) -> None:
 def fit_trip(fixed: Fixed, state: State, microbatch: int) -> None:
     """Fill in how long a microbatch takes if nothing waits."""
     hops = fixed.num_hops
-    total_s = state.last_s[state.path[microbatch, hops]]
-    path, holder, visit_s, transfer_s = state.path, state.holder, state.visit_s, fixed.transfer_s
+    path, holder, spent_s, transfer_s = state.path, state.holder, state.spent_s, fixed.transfer_s
+    total_s = spent_s[LAST, path[microbatch, hops]]
     for hop in range(hops):
         chunk = path[microbatch, hop]
         here, there = holder[chunk], holder[path[microbatch, hop + 1]]
-        total_s += visit_s[chunk]
+        total_s += spent_s[PASS, chunk]
         total_s += transfer_s[here, there] + transfer_s[there, here]
     state.trip_s[microbatch] = total_s
 
@@ -151,12 +164,23 @@ def fit(fixed: Fixed, state: State) -> None:
         fit_stage(fixed, state, stage)
 
 
+def fitted(problem: Problem, arrays: Fixed, routing: Routing) -> State:
+    """The state that `routing` is, all filled in; `arrays` are those of `problem`."""
+    here = state(problem, routing.worker_of, routing.path, routing.sequence)
+    fit(arrays, here)
+    return here
+
+
 @compiled
-def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> float:
+def run_sequence(fixed: Fixed, state: State, work: Scratch, graph: I64 | None, limit_s: float) -> float:
     """Seconds of the step in sequence order; NEVER if that is above `limit_s`, BLOCKED if a chunk would hold too much.
 
-    Gives up as soon as one microbatch, going on without waiting, would be back after `limit_s`.
+    Gives up as soon as one microbatch, going on without waiting, would be back after `limit_s`. `graph` is that of
+    `fixed`, by itself so that only the loop is compiled that is needed.
     """
+    # A line of ops has one input at a time: keeping one for each op, and asking who follows, takes a fifth more time.
+    if graph is not None:
+        return _run_graph(fixed, state, work, limit_s)
     # Taken out of their tuples once: that is a third of the time.
     holder, way, sequence, ops = state.holder, state.way, state.sequence, state.op
     op_s, slots, rows = state.op_s, state.slots, fixed.ops
@@ -217,6 +241,61 @@ def run_sequence(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> f
             reduced_s[stage] += state.reduce_s[stage]
         step_s = max(step_s, reduced_s[stage])
     return step_s if step_s <= limit_s else NEVER
+
+
+@compiled
+def _run_graph(fixed: Fixed, state: State, work: Scratch, limit_s: float) -> float:
+    """`run_sequence` where an op may wait for several, and several for it."""
+    holder, way, sequence, ops = state.holder, state.way, state.sequence, state.op
+    op_s, slots, rows = state.op_s, state.slots, fixed.ops
+    transfer_s, wire_s, stage_of = fixed.transfer_s, fixed.wire_s, fixed.stage_of
+    ready_s, free_s, rest_s, held = np.zeros(way.shape), work.free_s, work.rest_s, work.held
+    up_s, down_s, reduced_s = work.up_s, work.down_s, work.reduced_s
+    for zeroed in (free_s, up_s, down_s, work.input_s, work.last_s, reduced_s):
+        zeroed[:] = 0.0
+    held[:] = 0
+    rest_s[:] = state.trip_s
+    for at in range(len(sequence)):
+        m, op = sequence[at], ops[at]
+        chunk = way[m, op]
+        worker, stage, takes_s = holder[chunk], stage_of[chunk], op_s[op, chunk]
+        held[chunk] += rows[op, SLOTS]
+        # Waiting would not help: what frees a slot is the same worker's, later in the sequence.
+        if held[chunk] > slots[chunk]:
+            return BLOCKED
+        begin_s = max(ready_s[m, op], free_s[worker])
+        work.begin_s[at] = begin_s
+        work.waited_s[at] = begin_s - ready_s[m, op]
+        end_s = begin_s + takes_s
+        free_s[worker] = end_s
+        # What is off the way there and back shortens no trip, so only itself may be too late.
+        if rows[op, ONWARD]:
+            rest_s[m] -= takes_s
+        if end_s + (rest_s[m] if rows[op, ONWARD] else 0.0) > limit_s:
+            return NEVER
+        if rows[op, SUMS]:
+            reduced_s[stage] = max(reduced_s[stage], end_s)
+        origin = way[m, 0]
+        work.input_s[m] = max(work.input_s[m], end_s)
+        work.last_s[origin] = max(work.last_s[origin], end_s)
+        for column in range(FOLLOWERS, rows.shape[1]):
+            follower = rows[op, column]
+            if follower < 0:
+                break
+            target = holder[way[m, follower]]
+            leaves_s = end_s
+            if fixed.has_wires and worker != target:
+                leaves_s = max(end_s, up_s[worker], down_s[target])
+                up_s[worker] = down_s[target] = leaves_s + wire_s[worker, target]
+            if rows[op, ONWARD] and rows[follower, ONWARD]:
+                rest_s[m] -= transfer_s[worker, target]
+            ready_s[m, follower] = max(ready_s[m, follower], leaves_s + transfer_s[worker, target])
+    step_s = work.input_s.max()
+    for stage in range(len(reduced_s)):
+        if reduced_s[stage] > 0.0:
+            reduced_s[stage] += state.reduce_s[stage]
+        step_s = max(step_s, reduced_s[stage])
+    return float(step_s) if step_s <= limit_s else NEVER
 
 
 @compiled

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from skein.plan.route.kernels.arrays import U64, Fixed, State
+from skein.plan.route.kernels.arrays import FOLLOWERS, U64, Fixed, State
 from skein.plan.route.kernels.compiled import compiled
 from skein.plan.route.problem import F64, I64
 
@@ -270,10 +270,21 @@ def change_paths(fixed: Fixed, state: State, undo: Undo, shares: F64, random: U6
 
 
 @compiled
-def pull_forward(state: State, waited_s: F64, random: U64) -> I64:
+def _awaits(graph: I64 | None, op: int, other: int) -> bool:
+    """Whether an op waits for an other one of its microbatch, or at least comes after it."""
+    if graph is None:
+        return True
+    for follower in graph[other, FOLLOWERS:]:  # noqa: SIM110 (machine code has no generators)
+        if follower == op:
+            return True
+    return False
+
+
+@compiled
+def pull_forward(state: State, waited_s: F64, graph: I64 | None, random: U64) -> I64:
     """An op that waited for its worker is put before up to three others there: (from, to), or (-1, -1).
 
-    It stays behind the op of its microbatch that it needs.
+    It stays behind those of its microbatch that it waits for; `graph` as in `Fixed`.
     """
     found = np.full(2, -1)
     for _ in range(_TRIES):
@@ -288,7 +299,7 @@ def pull_forward(state: State, waited_s: F64, random: U64) -> I64:
         to = -1
         for before in range(at - 1, -1, -1):
             other, its_op = state.sequence[before], state.op[before]
-            if other == m:
+            if other == m and _awaits(graph, op, its_op):
                 break
             if state.holder[state.way[other, its_op]] == worker:
                 to = before

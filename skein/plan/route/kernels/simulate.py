@@ -1,24 +1,37 @@
 """Simulation of one step of a routing, event by event, in exact order: when every op starts, when the step is over.
 
 Rules of this file
-- A worker runs one op at a time, to its end: among what is ready backward and loss come before forward, then the
-  earlier arrival. A forward takes a slot of its chunk, which the microbatch's backward there gives back.
+- A worker runs one op at a time, to its end: among what is ready what takes a slot of its chunk comes last, then the
+  earlier arrival counts.
 - A transfer begins when both the sender's uplink and the receiver's downlink are free of earlier ones; links whose
   `wire_s` is 0 carry any number at once.
 - Events of one moment are all taken before any worker starts anew; workers then start in ascending order.
-- A microbatch's ops are taken in the order of their numbers; `op_array` has what each does.
+- `op_array` has what each op of a microbatch does, and who waits for it.
 """
 
 import numpy as np
-import numpy.typing as npt
 
-from skein.plan.route.kernels.arrays import SLOTS, SUMS
+from skein.plan.route.kernels.arrays import AWAITED, FOLLOWERS, SLOTS
 from skein.plan.route.kernels.compiled import compiled
-
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
+from skein.plan.route.problem import F64, I64
 
 NEVER = np.inf
+
+
+@compiled
+def _push(
+    heap_s: F64, heap_number: I64, heap_item: I64, heap_len: int, time: float, number: int, item: int
+) -> int:
+    """Put an event into the heap; gives how many there are then."""
+    at = heap_len
+    while at > 0:
+        parent = (at - 1) >> 1
+        if heap_s[parent] < time or (heap_s[parent] == time and heap_number[parent] < number):
+            break
+        heap_s[at], heap_number[at], heap_item[at] = heap_s[parent], heap_number[parent], heap_item[parent]
+        at = parent
+    heap_s[at], heap_number[at], heap_item[at] = time, number, item
+    return heap_len + 1
 
 
 @compiled
@@ -49,34 +62,43 @@ def simulate(
     """
     num_microbatches = len(way)
     num_workers = transfer_s.shape[0]
-    last_op = len(ops) - 1
+    num_ops = len(ops)
     keeps = begin_s.shape[0] > 0
     free = slots.copy()
     is_busy = np.zeros(num_workers, np.bool_)
     up_s = np.zeros(num_workers)
     down_s = np.zeros(num_workers)
-    # Each microbatch is in one place: on its way (heap), ready (list of its worker) or running (heap).
-    op_of = np.zeros(num_microbatches, np.int64)
-    is_running = np.zeros(num_microbatches, np.bool_)
-    ready_s = np.zeros(num_microbatches)
-    ready_number = np.zeros(num_microbatches, np.int64)
+    # An item is an op of a microbatch. What it awaits is on the way (heap); then it is ready (list) or running (heap).
+    bits = 0
+    while (1 << bits) < num_ops:
+        bits += 1
+    # Numbered so that shifts take them apart: divisions would be half of the time.
+    mask, num_items = (1 << bits) - 1, num_microbatches << bits
+    is_running = np.zeros(num_items, np.bool_)
+    num_here = np.zeros(num_items, np.int64)
+    ready_s = np.empty(num_items)
+    ready_number = np.empty(num_items, np.int64)
     first_ready = np.full(num_workers, -1)
-    next_ready = np.full(num_microbatches, -1)
+    next_ready = np.empty(num_items, np.int64)
+    num_undone = np.full(num_microbatches, num_ops)
+    # Ends of ops, and arrivals at them: at most so many are open at once.
+    num_events = num_microbatches * (num_ops + np.maximum(1, ops[:, AWAITED]).sum())
     # The heap is three flat arrays, so that an event makes no object; its numbers tell equal times apart.
-    heap_s = np.empty(num_microbatches + 1)
-    heap_number = np.empty(num_microbatches + 1, np.int64)
-    heap_item = np.empty(num_microbatches + 1, np.int64)
-    # In one moment a microbatch may end an op, and arrive where its way takes no time.
-    touched = np.empty(2 * num_microbatches, np.int64)
+    heap_s = np.empty(num_events)
+    heap_number = np.empty(num_events, np.int64)
+    heap_item = np.empty(num_events, np.int64)
+    touched = np.empty(num_events, np.int64)
     heap_len = 0
     number = 0
     for m in range(num_microbatches):
         end_s[m] = NEVER
-        number += 1
-        heap_s[heap_len] = 0.0
-        heap_number[heap_len] = number
-        heap_item[heap_len] = m
-        heap_len += 1
+    for op in range(num_ops):
+        for m in range(num_microbatches if ops[op, AWAITED] == 0 else 0):
+            number += 1
+            heap_s[heap_len] = 0.0
+            heap_number[heap_len] = number
+            heap_item[heap_len] = (m << bits) + op
+            heap_len += 1
     last_s = 0.0
     num_left = num_microbatches
     while heap_len > 0:
@@ -85,7 +107,7 @@ def simulate(
             return NEVER
         num_touched = 0
         while heap_len > 0 and heap_s[0] == now:
-            m = heap_item[0]
+            here = heap_item[0]
             its_number = heap_number[0]
             # Pop.
             heap_len -= 1
@@ -111,52 +133,44 @@ def simulate(
                 else:
                     break
             heap_s[at], heap_number[at], heap_item[at] = time, key, item
-            op = op_of[m]
+            m, op = here >> bits, here & mask
             worker = worker_of[way[m, op]]
             touched[num_touched] = worker
             num_touched += 1
             # An arrival only queues: what else comes in this moment may be more urgent.
-            if not is_running[m]:
-                ready_s[m] = now
-                ready_number[m] = its_number
-                next_ready[m] = first_ready[worker]
-                first_ready[worker] = m
+            if not is_running[here]:
+                num_here[here] += 1
+                if num_here[here] >= ops[op, AWAITED]:
+                    ready_s[here] = now
+                    ready_number[here] = its_number
+                    next_ready[here] = first_ready[worker]
+                    first_ready[worker] = here
                 continue
-            is_running[m] = False
+            is_running[here] = False
             is_busy[worker] = False
             if ops[op, SLOTS] < 0:
                 free[way[m, op]] -= ops[op, SLOTS]
-            if op == last_op:
+            num_undone[m] -= 1
+            if num_undone[m] == 0:
                 end_s[m] = now
                 last_s = now
                 num_left -= 1
-                continue
-            op += 1
-            op_of[m] = op
-            target = worker_of[way[m, op]]
-            busy_s = wire_s[worker, target]
-            begins_s = now
-            # Both ends are taken for the wire's time alone; while latency passes they serve others.
-            if busy_s > 0.0:
-                begins_s = max(now, up_s[worker], down_s[target])
-                up_s[worker] = begins_s + busy_s
-                down_s[target] = begins_s + busy_s
-            number += 1
-            # Push.
-            time = begins_s + transfer_s[worker, target]
-            at = heap_len
-            heap_len += 1
-            while at > 0:
-                parent = (at - 1) >> 1
-                if heap_s[parent] < time or (heap_s[parent] == time and heap_number[parent] < number):
+            for column in range(FOLLOWERS, ops.shape[1]):
+                follower = ops[op, column]
+                if follower < 0:
                     break
-                heap_s[at], heap_number[at], heap_item[at] = (
-                    heap_s[parent],
-                    heap_number[parent],
-                    heap_item[parent],
-                )
-                at = parent
-            heap_s[at], heap_number[at], heap_item[at] = time, number, m
+                target = worker_of[way[m, follower]]
+                busy_s = wire_s[worker, target]
+                begins_s = now
+                # Both ends are taken for the wire's time alone; while latency passes they serve others.
+                if busy_s > 0.0:
+                    begins_s = max(now, up_s[worker], down_s[target])
+                    up_s[worker] = begins_s + busy_s
+                    down_s[target] = begins_s + busy_s
+                number += 1
+                arrives_s = begins_s + transfer_s[worker, target]
+                item = (m << bits) + follower
+                heap_len = _push(heap_s, heap_number, heap_item, heap_len, arrives_s, number, item)
         # Ascending, so that starts do not hang on the order in which this moment's events were taken.
         if num_touched > 1:
             for i in range(1, num_touched):
@@ -171,56 +185,43 @@ def simulate(
             if is_busy[worker]:
                 continue
             best = -1
-            best_forward = True
+            best_takes = True
             before_best = -1
             before = -1
-            m = first_ready[worker]
-            while m >= 0:
-                op = op_of[m]
-                is_forward = not ops[op, SUMS]
-                # A forward without a slot is passed over: a backward behind it may give one back.
-                if not (ops[op, SLOTS] > 0 and free[way[m, op]] <= 0):
+            item = first_ready[worker]
+            while item >= 0:
+                m, op = item >> bits, item & mask
+                takes = ops[op, SLOTS] > 0
+                # What finds no free slot is passed over: an op behind it may give one back.
+                if not (takes and free[way[m, op]] <= 0):
                     if best < 0:
                         better = True
-                    elif is_forward != best_forward:
-                        better = best_forward
-                    elif ready_s[m] != ready_s[best]:
-                        better = ready_s[m] < ready_s[best]
+                    elif takes != best_takes:
+                        better = best_takes
+                    elif ready_s[item] != ready_s[best]:
+                        better = ready_s[item] < ready_s[best]
                     else:
-                        better = ready_number[m] < ready_number[best]
+                        better = ready_number[item] < ready_number[best]
                     if better:
-                        best, best_forward, before_best = m, is_forward, before
-                before = m
-                m = next_ready[m]
+                        best, best_takes, before_best = item, takes, before
+                before = item
+                item = next_ready[item]
             if best < 0:
                 continue
             if before_best < 0:
                 first_ready[worker] = next_ready[best]
             else:
                 next_ready[before_best] = next_ready[best]
-            op = op_of[best]
-            chunk = way[best, op]
+            m, op = best >> bits, best & mask
+            chunk = way[m, op]
             if ops[op, SLOTS] > 0:
                 free[chunk] -= ops[op, SLOTS]
             takes_s = op_s[op, chunk]
             if keeps:
-                begin_s[best, op] = now
+                begin_s[m, op] = now
             is_busy[worker] = True
             is_running[best] = True
             number += 1
-            time = now + takes_s
-            at = heap_len
-            heap_len += 1
-            while at > 0:
-                parent = (at - 1) >> 1
-                if heap_s[parent] < time or (heap_s[parent] == time and heap_number[parent] < number):
-                    break
-                heap_s[at], heap_number[at], heap_item[at] = (
-                    heap_s[parent],
-                    heap_number[parent],
-                    heap_item[parent],
-                )
-                at = parent
-            heap_s[at], heap_number[at], heap_item[at] = time, number, best
+            heap_len = _push(heap_s, heap_number, heap_item, heap_len, now + takes_s, number, best)
     # No event is left: microbatches that are not back wait for each other's slots.
     return last_s if num_left == 0 else NEVER
