@@ -11,7 +11,7 @@ import pytest
 from client.api import Client
 from client.local import LocalFleet, NotStarted, free_port
 from skein.wire.process.tether import tethered_arguments
-from tests.client.scripted import GOOD, Script, serving
+from tests.client.scripted import Script, serving
 from tests.support.extent import part
 
 SKEIN = (sys.executable, "-P", "-m", "client.cli")
@@ -37,14 +37,6 @@ def test_errors_are_one_line_without_a_trace(arguments: list[str], code: int, er
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.count("\n") == 1
     assert error in done.stderr
-
-
-def test_submit_through_the_real_command(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(GOOD)
-    with serving(Script()) as target:
-        done = skein("submit", str(tmp_path / "job.yaml"), "--wait", "--coordinator", target)
-    assert (done.returncode, done.stdout) == (0, "first-job-1\n")
-    assert done.stderr.splitlines()[-1] == "finished: as told"
 
 
 def test_help_loads_nothing_that_it_does_not_need() -> None:

@@ -91,7 +91,7 @@ def test_wheel_has_the_command_and_the_licence(wheel: Path) -> None:
             ),
             pytest.param("ray transformers sklearn", "worker skein", "", id="worker"),
         ],
-        every=2,
+        every=3,
     ),
 )
 def test_packages_import_without_what_their_extras_leave_out(

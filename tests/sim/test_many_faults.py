@@ -27,7 +27,7 @@ def judged(
     return len(of_kind(world.log, RolledBack))
 
 
-@pytest.mark.parametrize("shape", part(SHAPES, every=2, start=1), ids=lambda shape: shape.text)
+@pytest.mark.parametrize("shape", part(SHAPES, every=3, start=1), ids=lambda shape: shape.text)
 def test_no_schedule_of_faults_bends_the_loss_curve(shape: SimShape) -> None:
     for seed in part(SEEDS, every=26, start=SHAPES.index(shape)):
         judged(shape, seed)

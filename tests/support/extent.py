@@ -11,7 +11,7 @@ ENTIRE = os.environ.get("SKEIN_MATRIX") == "entire"
 
 def examples(entirely: int) -> int:
     """How many examples Hypothesis draws for a law of which so many are the matrix."""
-    return entirely if ENTIRE else -(-entirely // 4)
+    return entirely if ENTIRE else -(-entirely // 6)
 
 
 def part(cases: Sequence[T], *, every: int, start: int = 0) -> Sequence[T]:

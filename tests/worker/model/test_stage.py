@@ -32,8 +32,10 @@ FIELD = JobSpec.model_fields["model"]
 # Sums of the same float64 numbers in another order: a few units in the last place of the largest.
 ROUNDING = 1e-12
 
+NAMES = extent.part(list(MODELS), every=2)
 
-@pytest.mark.parametrize("name", extent.part(list(MODELS), every=2))
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_cut_gives_the_loss_and_gradients_of_the_whole(name: str) -> None:
     model = MODELS[name]
     x, labels = samples(model)
@@ -47,7 +49,7 @@ def test_every_cut_gives_the_loss_and_gradients_of_the_whole(name: str) -> None:
             assert_near(cut_gradients[parameter], gradient, tolerance=ROUNDING, what=f"{cut} {parameter}")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_stage_holds_the_tensors_of_its_layers_and_no_others(name: str) -> None:
     model = MODELS[name]
     layers = model.layer_parameters()
@@ -58,7 +60,7 @@ def test_every_stage_holds_the_tensors_of_its_layers_and_no_others(name: str) ->
             assert stage.has_head == (stop == len(layers))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_cut_begins_with_the_same_numbers(name: str) -> None:
     model = MODELS[name]
     expected = dict(whole(model).named_parameters())
@@ -81,7 +83,7 @@ def test_tied_matrix_is_one_parameter_in_one_stage_and_equal_copies_in_two() -> 
     assert tied_names(llama(is_tied=False)) == frozenset()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_first_numbers_do_not_depend_on_precision(name: str) -> None:
     model = MODELS[name]
     exact = dict(whole(model).named_parameters())
@@ -103,7 +105,7 @@ def test_first_numbers_depend_on_seed_and_name_and_have_the_models_spread() -> N
     assert torch.equal(stage["model.norm.weight"], torch.ones(32, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_splitting_a_microbatch_changes_nothing(name: str) -> None:
     model = MODELS[name]
     x, labels = samples(model, 6)
@@ -117,7 +119,7 @@ def test_splitting_a_microbatch_changes_nothing(name: str) -> None:
         assert_near(parameter.grad, gradients[key], tolerance=ROUNDING)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_loss_is_the_sum_over_valid_labels(name: str) -> None:
     model = MODELS[name]
     stage = whole(model)
@@ -130,7 +132,7 @@ def test_loss_is_the_sum_over_valid_labels(name: str) -> None:
     assert_near(loss, -chosen[valid].sum(), tolerance=ROUNDING)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_microbatch_without_a_valid_label_gives_nothing(name: str) -> None:
     model = MODELS[name]
     x, labels = samples(model)
@@ -150,7 +152,7 @@ def test_no_token_sees_a_later_one(name: str) -> None:
     assert not torch.equal(before[:, 7:], after[:, 7:])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_gives_float32_gradients_near_those_of_float64(name: str) -> None:
     model = MODELS[name]
     x, labels = samples(model)
@@ -163,7 +165,7 @@ def test_bfloat16_gives_float32_gradients_near_those_of_float64(name: str) -> No
         assert (rough[key] - gradient).norm() < 0.1 * gradient.norm(), key
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_boundary_tensors_have_the_dtype_of_parameters(name: str) -> None:
     for precision, dtype in (
         (Precision.FP32, torch.float32),
