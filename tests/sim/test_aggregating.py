@@ -8,11 +8,9 @@ import pytest
 from numpy.typing import NDArray
 
 from skein.config.job import BudgetSpec
-from skein.config.optimizer import AdamWSpec
 from skein.protocol.log.records import CheckpointCommitted, RolledBack, StepCommitted
 from skein.protocol.messages.directives import StepRecord
 from skein.sim.compute.aggregating import AggregatingModel, HeldStage
-from skein.sim.compute.numeric import NumericModel
 from skein.sim.judging.invariants import Violated
 from skein.sim.scenario import LIMIT_S, curve_of, disturbed, make_world, run_to_end, small_fleet
 from skein.sim.shapes import SimShape, shape_of
@@ -102,22 +100,6 @@ def test_rounding_hardly_changes_the_curve_and_the_gradient_is_that_of_the_batch
     np.testing.assert_allclose(losses(rounded), losses(exact), rtol=0.01)
     norms = [np.array([record.gradient_norm for record in records]) for records in (rounded, exact)]
     np.testing.assert_allclose(norms[0], norms[1], rtol=0.02)
-
-
-def test_adamw_by_the_rule_is_adamw_as_the_numeric_model_has_it() -> None:
-    shape = shape_of("line 2x3")
-    job = shape.job(steps=STEPS).model_copy(
-        update={"optimizer": AdamWSpec(betas=(0.9, 0.999), weight_decay=0.01)}
-    )
-    found = []
-    for model in (NumericModel(job), AggregatingModel(job)):
-        world = make_world(
-            job, small_fleet(shape), seed=0, new_world=partial(World, new_executor=model.executor)
-        )
-        run_to_end(world, limit_s=LIMIT_S)
-        found.append(losses(curve_of(world.log)))
-    # The same few float64 operations in another order.
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from skein.numeric.arrays import arrays_of
 from skein.protocol.messages.directives import StepRecord
-from skein.sim.compute.numeric import NumericModel, ParameterState
+from skein.sim.compute.aggregating import AggregatingModel
+from skein.sim.compute.numeric import F64, NumericModel
 from skein.sim.scenario import LIMIT_S, curve_of, disturbed, run_to_end
 from skein.sim.shapes import shape_of
 from skein.sim.world import World
@@ -29,35 +31,36 @@ RTOL = 1e-9
 """Sums of some tens of float64 numbers of like size differ by their order in the last few of 52 bits."""
 
 
-def run(text: str, *, seed: int, num_faults: int) -> tuple[tuple[StepRecord, ...], dict[str, ParameterState]]:
+def run(text: str, *, seed: int, num_faults: int) -> tuple[tuple[StepRecord, ...], dict[str, F64]]:
     """The curve, and the parameters at its end."""
     shape = shape_of(text)
-    model = NumericModel(shape.job(steps=STEPS))
+    model = AggregatingModel(shape.job(steps=STEPS))
     new_world = partial(World, new_executor=model.executor)
     world = disturbed(shape, seed=seed, num_faults=num_faults, steps=STEPS, new_world=new_world)
     try:
         run_to_end(world, limit_s=LIMIT_S)
     except Exception as error:
         raise AssertionError(f"{text} seed={seed}: {error!r}\n" + "\n".join(world.lines[-30:])) from error
-    held = [chunk for w in world.workers.values() for chunk in w.executor.chunks.values()]
     newest = {
-        name: model.state(chunk.lineage, name)
-        for chunk in held
+        name: theta
+        for worker, process in world.workers.items()
+        for chunk in process.executor.chunks.values()
         if chunk.version == STEPS
-        for name in model.names(chunk.stage)
+        for name, theta in arrays_of(model.held(chunk.lineage, worker, chunk.stage).walker.params).items()
     }
     return curve_of(world.log), newest
 
 
 @cache
-def undisturbed(text: str) -> tuple[tuple[StepRecord, ...], dict[str, ParameterState]]:
+def undisturbed(text: str) -> tuple[tuple[StepRecord, ...], dict[str, F64]]:
     return run(text, seed=0, num_faults=0)
 
 
 @pytest.mark.parametrize("text", part(SHAPES, every=2))
 def test_the_model_learns(text: str) -> None:
-    curve, states = undisturbed(text)
-    assert all(np.any(state.mean) for state in states.values())
+    curve, newest = undisturbed(text)
+    model = NumericModel(shape_of(text).job(steps=STEPS))
+    assert all(np.all(theta != model.drawn(name)) for name, theta in newest.items())
     assert all(record.loss > 0 and record.gradient_norm > 0 for record in curve)
     assert len({record.loss for record in curve}) == STEPS
 
@@ -66,10 +69,10 @@ def test_the_model_learns(text: str) -> None:
 def test_faults_change_neither_loss_nor_tokens_nor_norm(text: str) -> None:
     expected, parameters = undisturbed(text)
     for seed in part(range(6), every=6, start=SHAPES.index(text)):
-        curve, states = run(text, seed=seed, num_faults=6)
-        for name, state in states.items():
+        curve, newest = run(text, seed=seed, num_faults=6)
+        for name, theta in newest.items():
             about = f"{text} seed={seed}: {name}"
-            np.testing.assert_allclose(state.theta, parameters[name].theta, rtol=RTOL, err_msg=about)
+            np.testing.assert_allclose(theta, parameters[name], rtol=RTOL, err_msg=about)
         assert [record.num_tokens for record in curve] == [record.num_tokens for record in expected], seed
         np.testing.assert_allclose(
             numbers(curve), numbers(expected), rtol=RTOL, err_msg=f"{text} seed={seed}"

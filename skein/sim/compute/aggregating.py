@@ -8,8 +8,6 @@ many walkers each is of one trajectory in all its stages: a name that its chunks
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from skein.config.job import JobSpec
 from skein.numeric.aggregate.member import (
     ExchangeKey,
@@ -35,7 +33,7 @@ from skein.protocol.messages.directives import (
 from skein.protocol.messages.tensors import ShardTensor
 from skein.protocol.worker.ops import ApplyOp, Joined, JoinOp, OpOutcome, PackOp, SumOp
 from skein.sim.compute.executor import Payload
-from skein.sim.compute.numeric import NumericExecutor, NumericModel, ParameterState
+from skein.sim.compute.numeric import F64, NumericExecutor, NumericModel
 from skein.sim.judging.invariants import INITIAL, Violated, lineage_after
 from skein.types import (
     ChunkRef,
@@ -88,7 +86,7 @@ class AggregatingModel(NumericModel):
 
     def fresh(self, stage: StageSpec) -> HeldStage:
         """A stage as the seed draws it."""
-        params = tensors_of({name: self.state(INITIAL, name).theta for name in self.names(stage)})
+        params = tensors_of({name: self.drawn(name) for name in self.names(stage)})
         return HeldStage(Walker(params=params, state=self.rule.init(params)), INITIAL)
 
     def hold(self, lineage: str, worker: WorkerId, stage: StageSpec, held: HeldStage) -> None:
@@ -184,7 +182,7 @@ class AggregatingExecutor(NumericExecutor):
         chunk = self.held(stage)
         self._model.write(file, chunk.stage, self._model.held(chunk.lineage, self.worker, chunk.stage))
 
-    def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, ParameterState]:
+    def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, F64]:
         stage = chunk.stage
         self._exchanges.clear()
         self._offers.clear()
@@ -197,7 +195,7 @@ class AggregatingExecutor(NumericExecutor):
         self._groups_of[stage] = members
         self._walkers[stage.index] = held
         self._model.hold(lineage, self.worker, stage, held)
-        return _states(held)
+        return arrays_of(held.walker.params)
 
     def _begun(self, chunk: ChunkAssignment, lineage: str, before: int, after: int) -> HeldStage:
         """The walker's part that a chunk begins with; never another's own memory."""
@@ -325,7 +323,7 @@ class AggregatingExecutor(NumericExecutor):
             is_finite=vote.is_finite,
         )
 
-    def _updated(self, stage: StageIndex, op: ApplyOp) -> dict[str, ParameterState]:
+    def _updated(self, stage: StageIndex, op: ApplyOp) -> dict[str, F64]:
         chunk, held, record = self.chunks[stage], self._walkers[stage], op.record
         me = self._groups_of[chunk.stage].index(ChunkRef(stage=stage, worker=self.worker))
         if record.decision is Decision.APPLY and not op.keeps_step:
@@ -339,7 +337,7 @@ class AggregatingExecutor(NumericExecutor):
         after_lineage = lineage_after(chunk.lineage, record)
         trajectory = self._model.moved(after_lineage, me, held.trajectory)
         self._walkers[stage] = HeldStage(held.walker, trajectory)
-        return _states(self._walkers[stage])
+        return arrays_of(self._walkers[stage].walker.params)
 
     def _finished(self, stage: StageIndex, record: StepRecord, *, beside: bool) -> Walker | None:
         """The walker after the record's exchanges that went on beside steps, or after those that did not, if any."""
@@ -357,9 +355,12 @@ class AggregatingExecutor(NumericExecutor):
         result = results.get(alone) or results.get(Own(stage))
         if result is None or not result.weight:
             return
-        walker, names = self._walkers[stage].walker, self._names[stage][Own(stage)]
-        values = self._results[result.group, result.attempt].reshape(len(names), *_shape(walker))
-        grads = tensors_of(dict(zip(names, values, strict=True)))
+        walker, grads = self._walkers[stage].walker, Tensors()
+        for group, names in self._names[stage].items():
+            part = result if group == Own(stage) else results.get(group)
+            if part is not None and names:
+                values = self._results[part.group, part.attempt].reshape(len(names), *_shape(walker))
+                grads |= tensors_of(dict(zip(names, values, strict=True)))
         terms = Terms(
             step=record.step,
             learning_rate=record.learning_rate,
@@ -370,11 +371,3 @@ class AggregatingExecutor(NumericExecutor):
 
 def _shape(walker: Walker) -> tuple[int, ...]:
     return tuple(next(iter(walker.params.values())).shape)
-
-
-def _states(held: HeldStage) -> dict[str, ParameterState]:
-    """Parameters as the numeric model takes them; the optimizer's state is the walker's business."""
-    nothing = np.zeros(0)
-    return {
-        name: ParameterState(theta, nothing, nothing) for name, theta in arrays_of(held.walker.params).items()
-    }

@@ -1,14 +1,15 @@
 """A real model in the cost model's place: float64 numbers travel, are summed, and update parameters.
 
-A stack of small layers with residuals, embedding and head at its ends, tied or not; squared error, AdamW. The ops,
+A stack of small layers with residuals, embedding and head at its ends, tied or not; squared error. The ops,
 their times and all that the cost model checks stay as they are, so losses and norms of a disturbed run can be compared
 with those of an undisturbed one. Layers take any cut into stages.
 
 Shapes: B samples of a microbatch, D features.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from skein import rng
 from skein.config.job import JobSpec
 from skein.model.reduced import names_by_group
-from skein.protocol.messages.directives import Assign, ChunkAssignment, Decision, StepRecord
+from skein.protocol.messages.directives import Assign, ChunkAssignment
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import (
     ApplyOp,
@@ -35,7 +36,7 @@ from skein.protocol.worker.ops import (
     hop_key,
 )
 from skein.sim.compute.executor import SimExecutor, StageTimes
-from skein.sim.judging.invariants import INITIAL, Violated, Visits
+from skein.sim.judging.invariants import Visits
 from skein.types import (
     Attempt,
     GroupId,
@@ -50,23 +51,10 @@ from skein.types import (
 F64 = NDArray[np.float64]
 _TIED = "tied"
 _B, _D = 2, 3
-_BETAS, _EPSILON, _DECAY = (0.9, 0.999), 1e-8, 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterState:
-    """Parameter and the moments that AdamW keeps of it, each (D, D)."""
-
-    theta: F64
-    mean: F64
-    square: F64
 
 
 class NumericModel:
-    """The model of one simulated job, and its states by the history of commits that made them.
-
-    Whoever makes a state that another has made, must make the same: replicas are bit-equal.
-    """
+    """The model of one simulated job."""
 
     def __init__(self, job: JobSpec) -> None:
         layers = job.layers
@@ -75,11 +63,6 @@ class NumericModel:
         self._seed = job.seed
         self.layers = [(self.name(layer),) for layer in range(self.num_layers)]
         """Names of each layer's parameters."""
-        self._states: dict[tuple[str, str], ParameterState] = {}
-
-    def executor(self, worker: WorkerId, flops_per_s: float) -> "NumericExecutor":
-        """Executor that a worker process computes with."""
-        return NumericExecutor(self, worker, flops_per_s)
 
     def name(self, layer: int) -> str:
         """The parameter of a layer."""
@@ -90,29 +73,9 @@ class NumericModel:
         """Parameters of a stage, each once."""
         return tuple(dict.fromkeys(self.name(layer) for layer in range(stage.first, stage.stop)))
 
-    def state(self, lineage: str, name: str) -> ParameterState:
-        """A parameter after a history of commits; drawn from the seed at its beginning."""
-        if lineage == INITIAL:
-            theta = rng.stream(self._seed, "numeric", name).normal(size=(_D, _D)) / _D
-            return ParameterState(theta, np.zeros((_D, _D)), np.zeros((_D, _D)))
-        return self._states[lineage, name]
-
-    def keep(self, lineage: str, name: str, state: ParameterState) -> None:
-        """A worker has made this.
-
-        Raises:
-            Violated: another has made something else of the same history.
-        """
-        known = self._states.setdefault((lineage, name), state)
-        if not all(
-            np.array_equal(a, b)
-            for a, b in (
-                (known.theta, state.theta),
-                (known.mean, state.mean),
-                (known.square, state.square),
-            )
-        ):
-            raise Violated(f"replicas of {name} differ after {lineage}")
+    def drawn(self, name: str) -> F64:
+        """A parameter as the seed draws it."""
+        return rng.stream(self._seed, "numeric", name).normal(size=(_D, _D)) / _D
 
     def sample(self, phase: Phase, step: Step, microbatch: MicrobatchId) -> tuple[F64, F64]:
         """Inputs and targets of a microbatch, each (B, D)."""
@@ -142,24 +105,13 @@ class NumericModel:
         return dy_BD + inner_BD @ theta.T, x_BD.T @ inner_BD
 
 
-def updated(state: ParameterState, gradient: F64, record: StepRecord) -> ParameterState:
-    """AdamW, with the numbers of the record. Source: Loshchilov and Hutter 2019, Algorithm 2."""
-    first, second = _BETAS
-    mean = first * state.mean + (1 - first) * gradient
-    square = second * state.square + (1 - second) * gradient**2
-    count = record.step + 1
-    direction = (mean / (1 - first**count)) / (np.sqrt(square / (1 - second**count)) + _EPSILON)
-    theta = state.theta - record.learning_rate * (direction + _DECAY * state.theta)
-    return ParameterState(theta, mean, square)
-
-
-class NumericExecutor(SimExecutor):
-    """Computes what the cost model only counts."""
+class NumericExecutor(SimExecutor, ABC):
+    """Computes what the cost model only counts; a subclass says what chunks begin with, and how they are updated."""
 
     def __init__(self, model: NumericModel, worker: WorkerId, flops_per_s: float) -> None:
         super().__init__(worker, flops_per_s)
         self._model = model
-        self._params: dict[StageIndex, dict[str, ParameterState]] = {}
+        self._params: dict[StageIndex, dict[str, F64]] = {}
         self._sums: dict[StageIndex, dict[str, F64]] = {}
         self._inputs: dict[tuple[MicrobatchId, StageIndex], F64] = {}
         """Inputs of forwards whose gradient has not come."""
@@ -190,9 +142,17 @@ class NumericExecutor(SimExecutor):
             self._sums[stage] = before[stage] if is_carried else {name: np.zeros((_D, _D)) for name in names}
         self._results.clear()
 
-    def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, ParameterState]:
+    @abstractmethod
+    def _given(self, assign: Assign, chunk: ChunkAssignment, lineage: str) -> dict[str, F64]:
         """The parameters that a chunk begins with."""
-        return {name: self._model.state(lineage, name) for name in self._model.names(chunk.stage)}
+
+    @abstractmethod
+    def _updated(self, stage: StageIndex, op: ApplyOp) -> dict[str, F64]:
+        """The parameters of a chunk after an update."""
+
+    @abstractmethod
+    def _reached(self, stage: StageIndex, lineage: str) -> None:
+        """A chunk is at the next version."""
 
     # --- tensors ---
 
@@ -241,7 +201,7 @@ class NumericExecutor(SimExecutor):
     def _layers(self, stage: StageIndex) -> list[tuple[int, F64]]:
         """Layers of a stage that is here and their parameters, in order."""
         spec, params = self.chunks[stage].stage, self._params[stage]
-        return [(layer, params[self._model.name(layer)].theta) for layer in range(spec.first, spec.stop)]
+        return [(layer, params[self._model.name(layer)]) for layer in range(spec.first, spec.stop)]
 
     def _through(self, stage: StageIndex, x_BD: F64) -> list[F64]:
         """The input of each layer, and the output of the last."""
@@ -323,22 +283,3 @@ class NumericExecutor(SimExecutor):
             self._sums[stage] = {name: np.zeros((_D, _D)) for name in after[stage]}
         self._inputs.clear()
         return outcome
-
-    def _reached(self, stage: StageIndex, lineage: str) -> None:
-        """A chunk is at the next version."""
-        for name, state in self._params[stage].items():
-            self._model.keep(lineage, name, state)
-
-    def _updated(self, stage: StageIndex, op: ApplyOp) -> dict[str, ParameterState]:
-        before, record = self._params[stage], op.record
-        if record.decision is not Decision.APPLY:
-            return before
-        after = dict(before)
-        for result in record.results:
-            names = self._names[stage].get(result.group, ()) if result.weight else ()
-            if names:
-                factor = result.weight * record.clip
-                values = self._results[result.group, result.attempt].reshape(len(names), _D, _D)
-                for name, gradient in zip(names, values, strict=True):
-                    after[name] = updated(before[name], factor * gradient, record)
-        return after
