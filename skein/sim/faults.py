@@ -11,7 +11,6 @@ from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed,
 from skein.protocol.worker.ops import COMPUTE_OPS, ApplyOp, JoinOp, Op, PackOp, SumOp
 from skein.sim.lines.network import FAIR, Weather
 from skein.sim.world import World
-from skein.topology.fleet import Profile
 from skein.types import JobId, SiteId, WorkerId
 
 SLOWER = 4.0
@@ -88,22 +87,8 @@ def _kill(world: World, fault: Fault) -> None:
 
 def _kill_all(world: World, names: Sequence[WorkerId], fault: Fault) -> None:
     for name in names:
-        worker = world.workers.get(name)
-        if worker is not None:
-            identity = worker.machine.identity
-            world.kill_worker(name)
-            back = partial(come_back, world, name, identity.site, identity.profile)
-            world.clock.after(AWAY_S + fault.seconds, back)
-
-
-def come_back(world: World, name: WorkerId, site: SiteId, profile: Profile) -> None:
-    """A machine starts again, unless it is here."""
-    if name not in world.workers:
-        world.add_worker(name, site, flops_per_s=profile.flops_per_s, memory_bytes=profile.memory_bytes)
-
-
-def _restart(world: World, fault: Fault) -> None:
-    world.restart_worker(fault.worker)
+        world.bring_back(name, AWAY_S + fault.seconds)
+        world.kill_worker(name)
 
 
 def _flap(world: World, fault: Fault) -> None:
@@ -114,29 +99,14 @@ def _flap(world: World, fault: Fault) -> None:
 
 def _impostor(world: World, fault: Fault) -> None:
     """A stranger comes under a worker's name. Where that one is lost already it ends when it speaks, and comes back."""
-    worker = world.workers.get(fault.worker)
-    if worker is not None:
-        identity = worker.machine.identity
-        world.add_impostor(fault.worker, fault.seconds)
-        back = partial(come_back, world, fault.worker, identity.site, identity.profile)
-        world.clock.after(AWAY_S + fault.seconds, back)
-
-
-def _freeze(world: World, fault: Fault) -> None:
-    world.freeze_worker(fault.worker, fault.seconds)
-
-
-def _slow(world: World, fault: Fault) -> None:
-    world.slow_worker(fault.worker, SLOWER, seconds=4 * fault.seconds)
+    world.add_impostor(fault.worker, fault.seconds)
+    world.bring_back(fault.worker, AWAY_S + fault.seconds)
 
 
 def _drain(world: World, fault: Fault) -> None:
-    worker = world.workers.get(fault.worker)
-    if worker is not None:
-        identity = worker.machine.identity
+    if fault.worker in world.workers:
         world.tell(DrainAsked(worker=fault.worker))
-        back = partial(come_back, world, fault.worker, identity.site, identity.profile)
-        world.clock.after(AWAY_S + fault.seconds, back)
+        world.bring_back(fault.worker, AWAY_S + fault.seconds)
 
 
 def _op(world: World, fault: Fault) -> None:
@@ -162,12 +132,8 @@ def _lie(world: World, fault: Fault) -> None:
     """Mutate the reports of one or two workers for a while."""
     liars = [fault.worker] if fault.number % 3 else [fault.worker, fault.other]
     for name in liars:
-        worker = world.workers.get(name)
-        if worker is not None:
-            identity = worker.machine.identity
-            world.have_lie(name, rng.stream(fault.number, "lies", name), 2 * fault.seconds)
-            back = partial(come_back, world, name, identity.site, identity.profile)
-            world.clock.after(AWAY_S + 2 * fault.seconds, back)
+        world.have_lie(name, rng.stream(fault.number, "lies", name), 2 * fault.seconds)
+        world.bring_back(name, AWAY_S + 2 * fault.seconds)
 
 
 # --- several at once ---
@@ -243,14 +209,6 @@ def _look_again(world: World, job: JobId) -> None:
 
 
 # --- links ---
-
-
-def _stream(world: World, fault: Fault) -> None:
-    world.break_stream(fault.worker)
-
-
-def _mute(world: World, fault: Fault) -> None:
-    world.mute_worker(fault.worker, fault.seconds)
 
 
 def _half_mute(world: World, fault: Fault) -> None:
@@ -340,10 +298,6 @@ def _damage(world: World, fault: Fault) -> None:
         _kill_all(world, sorted(world.workers), fault)
 
 
-def _store_full(world: World, fault: Fault) -> None:
-    world.fill_store(4 * fault.seconds)
-
-
 def _store_hangs(world: World, fault: Fault) -> None:
     """Leave reads and writes of checkpoints without an answer."""
     world.hang_store(4 * fault.seconds)
@@ -373,10 +327,6 @@ def _no_data(world: World, fault: Fault) -> None:
         world.lose_data(name, 4 * fault.seconds)
 
 
-def _disk(world: World, fault: Fault) -> None:
-    world.fill_disk(fault.seconds)
-
-
 def _clock(world: World, fault: Fault) -> None:
     """The coordinator starts again where the wall clock is another, earlier or later, by up to a day."""
     world.skew_s = fault.number * 1.3
@@ -385,11 +335,11 @@ def _clock(world: World, fault: Fault) -> None:
 
 FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "kill": _kill,
-    "restart": _restart,
+    "restart": lambda world, fault: world.restart_worker(fault.worker),
     "flap": _flap,
     "impostor": _impostor,
-    "freeze": _freeze,
-    "slow": _slow,
+    "freeze": lambda world, fault: world.freeze_worker(fault.worker, fault.seconds),
+    "slow": lambda world, fault: world.slow_worker(fault.worker, SLOWER, seconds=4 * fault.seconds),
     "drain": _drain,
     "op": _op,
     "forget": _forget,
@@ -399,8 +349,8 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "site": _site,
     "neighbours": _neighbours,
     "join": _join,
-    "stream": _stream,
-    "mute": _mute,
+    "stream": lambda world, fault: world.break_stream(fault.worker),
+    "mute": lambda world, fault: world.mute_worker(fault.worker, fault.seconds),
     "half_mute": _half_mute,
     "cut": _cut,
     "partition": _partition,
@@ -410,13 +360,13 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "delay": _delay,
     "storm": _storm,
     "damage": _damage,
-    "store_full": _store_full,
+    "store_full": lambda world, fault: world.fill_store(4 * fault.seconds),
     "store_hangs": _store_hangs,
     "no_data": _no_data,
     "coordinator": _coordinator,
     "both": _both,
     "torn": _torn,
-    "disk": _disk,
+    "disk": lambda world, fault: world.fill_disk(fault.seconds),
     "clock": _clock,
     "pause": _pause,
 }

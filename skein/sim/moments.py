@@ -22,7 +22,7 @@ from skein.protocol.messages.tensors import ShardKind, ShardTensor
 from skein.protocol.worker.ops import ApplyOp, JoinOp, OpOutcome, SumOp
 from skein.protocol.worker.worker_io import DirectiveArrived, RunOp, SendTensor, WorkerCommand, WorkerEvent
 from skein.sim.compute.aggregating import AggregatingModel
-from skein.sim.faults import AWAY_S, come_back
+from skein.sim.faults import AWAY_S
 from skein.sim.judging.invariants import Violated
 from skein.sim.processes.worker import SimWorker
 from skein.sim.rules import RULES
@@ -264,13 +264,9 @@ def _undisturbed(shape: SimShape, *, is_fine: bool, is_uneven: bool) -> tuple[tu
 
 
 def _kill(world: World, name: WorkerId, strike: Strike) -> None:
-    worker = world.workers.get(name)
-    if worker is not None:
-        identity = worker.machine.identity
-        world.kill_worker(name)
-        back = partial(come_back, world, name, identity.site, identity.profile)
-        # Some come back while the run goes on, others when it is nearly over.
-        world.clock.after(strike.seconds, back)
+    # Some come back while the run goes on, others when it is nearly over.
+    world.bring_back(name, strike.seconds)
+    world.kill_worker(name)
 
 
 def _kill_another(world: World, name: WorkerId, strike: Strike) -> None:
@@ -296,16 +292,9 @@ def _kill_both(world: WatchedWorld, name: WorkerId, strike: Strike) -> None:
     world.on_moment = on_moment
 
 
-def _freeze(world: World, name: WorkerId, strike: Strike) -> None:
-    world.freeze_worker(name, strike.seconds)
-
-
 def _leave(world: World, name: WorkerId, strike: Strike) -> None:
-    worker = world.workers[name]
-    identity = worker.machine.identity
-    back = partial(come_back, world, name, identity.site, identity.profile)
     world.clock.after(0.0, partial(world.tell, DrainAsked(worker=name)))
-    world.clock.after(AWAY_S + strike.seconds, back)
+    world.bring_back(name, AWAY_S + strike.seconds)
 
 
 def _join(world: World, name: WorkerId, strike: Strike) -> None:
@@ -327,7 +316,7 @@ def _coordinator(world: World, name: WorkerId, strike: Strike) -> None:  # noqa:
 
 _STRIKES: Final[dict[str, Callable[[WatchedWorld, WorkerId, Strike], None]]] = {
     "kill": _kill,
-    "freeze": _freeze,
+    "freeze": lambda world, name, strike: world.freeze_worker(name, strike.seconds),
     "leave": _leave,
     "join": _join,
     "coordinator": _coordinator,

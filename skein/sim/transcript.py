@@ -9,17 +9,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 
-from skein.config.job import (
-    BatchSpec,
-    BudgetSpec,
-    CheckpointSpec,
-    DataSpec,
-    EvaluationSpec,
-    JobSpec,
-    ParallelSpec,
-    TextSource,
-)
-from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.config.job import BatchSpec, EvaluationSpec, JobSpec
 from skein.plan.plan import Path, Plan
 from skein.protocol.coordinator.coordinator_io import CoordinatorCommand, CoordinatorEvent, Log, ReportArrived
 from skein.protocol.deadline import TimePassed
@@ -30,6 +20,7 @@ from skein.protocol.messages.tensors import Envelope
 from skein.protocol.worker.worker_io import SendReport, WorkerCommand, WorkerEvent
 from skein.sim.processes.worker import SimWorker
 from skein.sim.scenario import LIMIT_S, FleetShape, make_world, run_to_end
+from skein.sim.shapes import shape_of
 from skein.sim.world import World
 from skein.types import ChunkRef, GroupId, SiteId, StageSpec, WorkerId
 
@@ -143,16 +134,9 @@ def brief(value: object) -> str:
 
 def small_life() -> Transcript:
     """Four workers train two stages; one dies in the third step, and another comes and takes its place."""
-    job = JobSpec(
-        name="life",
-        model=LlamaModel(shape=LlamaShape(hidden_size=64, intermediate_size=128, num_hidden_layers=4)),
-        data=DataSpec(sources=(TextSource(path="/simulated"),), sequence_tokens=64),
-        batch=BatchSpec(samples=4, microbatch_samples=2),
-        parallel=ParallelSpec(stages=2, replicas=2),
-        budget=BudgetSpec(steps=5),
-        evaluation=EvaluationSpec(every_steps=0, samples=2),
-        checkpoint=CheckpointSpec(every_steps=0),
-    )
+    batch, evaluation = BatchSpec(samples=4, microbatch_samples=2), EvaluationSpec(every_steps=0, samples=2)
+    changes = {"name": "life", "batch": batch, "evaluation": evaluation}
+    job = shape_of("line 2x2 tied").job(steps=5, every=0).model_copy(update=changes)
     fleet = FleetShape(num_workers=4, num_sites=2, flops_per_s=2e9)
     world = make_world(job, fleet, seed=0, new_world=Transcript)
     assert isinstance(world, Transcript)

@@ -28,7 +28,7 @@ from skein.sim.processes.builds import Builds
 from skein.sim.processes.coordinator import SimService
 from skein.sim.processes.worker import SimWorker
 from skein.topology.fleet import Profile
-from skein.types import Condition, Epoch, Generation, Incarnation, SiteId, Step, WorkerId
+from skein.types import Epoch, Generation, Incarnation, SiteId, Step, WorkerId
 
 LOOK_S = 0.05
 """Seconds from a look at a peer to what is found."""
@@ -67,12 +67,12 @@ class World(SimService):
             self.network,
             self.workers,
             self.invariants,
+            self.store,
             checkpoint_of=self._checkpoint_of,
             give=self._give,
             crash=self._crash,
         )
         self.copies = self._builds.copies
-        self.store = self._builds.store
         self.transport = Transport(self.clock, self.network, self.workers, give=self._give)
         self._streams = Streams(self, self.network, self.workers, take=self._take_directive, give=self._give)
         self.network.on_changed = self._streams.pass_on
@@ -168,6 +168,25 @@ class World(SimService):
         if old is not None:
             speed, memory_bytes = old.executor.nominal_flops_per_s, old.machine.identity.profile.memory_bytes
             self.add_worker(name, old.machine.identity.site, flops_per_s=speed, memory_bytes=memory_bytes)
+
+    def bring_back(self, name: WorkerId, seconds: float) -> None:
+        """Have the machine of a worker that is here start again after so long, unless it is here then."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            self.clock.after(seconds, partial(self._come_back, worker.machine.identity))
+
+    def _come_back(self, identity: io.Identity) -> None:
+        if identity.worker not in self.workers:
+            self._add_again(identity)
+
+    def _add_again(self, identity: io.Identity) -> None:
+        profile = identity.profile
+        self.add_worker(
+            identity.worker,
+            identity.site,
+            flops_per_s=profile.flops_per_s,
+            memory_bytes=profile.memory_bytes,
+        )
 
     def freeze_worker(self, name: WorkerId, seconds: float) -> None:
         """Stop a process as SIGSTOP does: it says and does nothing, and goes on later."""
@@ -277,17 +296,10 @@ class World(SimService):
         """A process ends with an error of its own. Only what follows from its own lies may bring it there."""
         if not worker.has_lied:
             raise error
-        identity, profile = worker.machine.identity, worker.machine.identity.profile
+        identity = worker.machine.identity
         self.lines.append(f"{self.clock.now:.3f} {identity.worker} crashes: {error}")
         self.kill_worker(identity.worker)
-        back = partial(
-            self.add_worker,
-            identity.worker,
-            identity.site,
-            flops_per_s=profile.flops_per_s,
-            memory_bytes=profile.memory_bytes,
-        )
-        self.clock.after(BACK_S, back)
+        self.clock.after(BACK_S, partial(self._add_again, identity))
 
     def _worker_due(self, worker: SimWorker) -> None:
         worker.wakes_at = None
@@ -391,12 +403,6 @@ class World(SimService):
             return worker.executor.run(command.op, command.generation)
         worker.to_fail = None
         return worker.executor.fail(command.op, command.generation, "made up")
-
-    def _look_at(self, checkpoint: CheckpointCommitted) -> tuple[Condition, str]:
-        return self.store.look(checkpoint)
-
-    def _refusal(self) -> str:
-        return self.store.refusal()
 
     def damage_checkpoint(self, number: int, seconds: float) -> None:
         """Change a file of the newest checkpoint that counts; it is put back after so long."""

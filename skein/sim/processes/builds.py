@@ -47,6 +47,7 @@ class Builds:
         network: Network,
         workers: Mapping[WorkerId, SimWorker],
         invariants: Invariants,
+        store: Store,
         *,
         checkpoint_of: Callable[[Step], CheckpointCommitted],
         give: Give,
@@ -66,7 +67,7 @@ class Builds:
         )
         self.data = SimData(clock, give=give)
         self._times: dict[StageSpec, StageTimes] = {}
-        self.store = Store(clock)
+        self._store = store
 
     # --- building ---
 
@@ -114,7 +115,7 @@ class Builds:
             worker.executor.build(assign, given, times, self._invariants.visits[assign.generation])
         except (SkeinError, OSError) as error:
             failed = search.failed(error, str(error))
-            wait_s = SILENT_S if isinstance(error, OSError) and self.store.hangs else 0.0
+            wait_s = SILENT_S if isinstance(error, OSError) and self._store.hangs else 0.0
             self._clock.after(
                 wait_s, partial(worker.when_running, partial(self._tell, worker, build, failed))
             )
@@ -147,7 +148,7 @@ class Builds:
             if need is StatePlace.DATA and not self.data.has(worker, assign.job):
                 raise UnfitError(*LACKING)
             if need is StatePlace.CHECKPOINT:
-                reason = self.store.trouble(self._checkpoint_of(assign.version))
+                reason = self._store.trouble(self._checkpoint_of(assign.version))
                 if reason:
                     raise OSError(reason)
         given: dict[StageIndex, str] = {}
@@ -210,9 +211,9 @@ class Builds:
         self._clock.after(SAVE_S, partial(worker.when_running, durable))
 
     def _durable(self, worker: SimWorker, saved: CheckpointWritten, written: tuple[StageSpec, str]) -> None:
-        reason = self.store.refusal()
+        reason = self._store.refusal()
         if not reason:
-            self.store.files[saved.files[0].name] = (saved.files[0], *written)
+            self._store.files[saved.files[0].name] = (saved.files[0], *written)
             self._give(worker, saved)
             return
         failed = CheckpointUnwritten(
@@ -222,7 +223,7 @@ class Builds:
             reason=reason,
             walker=saved.walker,
         )
-        after_s = SILENT_S if self.store.hangs else 0.0
+        after_s = SILENT_S if self._store.hangs else 0.0
         self._clock.after(after_s, partial(worker.when_running, partial(self._give, worker, failed)))
 
     def _saved(self, worker: SimWorker, chunk: ChunkAssignment, version: Step) -> str:
@@ -234,7 +235,7 @@ class Builds:
         walker = chunk.walker % num_walkers(saved)
         files = [file for part in saved for file in part.files]
         mine = [file.name for file in files if {walker_of(name) for name in file.tensors} == {walker}]
-        found = {name: self.store.files[name] for name in mine if name in self.store.files}
+        found = {name: self._store.files[name] for name in mine if name in self._store.files}
         here = {
             n: x for n, (_, held, x) in found.items() if held.first < stage.stop and stage.first < held.stop
         }

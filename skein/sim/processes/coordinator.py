@@ -32,7 +32,8 @@ from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, EpochOpened, Record
 from skein.sim.clock import Clock
 from skein.sim.judging.invariants import Invariants
-from skein.types import Condition, Epoch
+from skein.sim.processes.store import Store
+from skein.types import Epoch
 
 APPEND_S = 0.002
 """Seconds of one durable append."""
@@ -55,6 +56,7 @@ class SimService(ABC):
 
     def __init__(self) -> None:
         self.clock = Clock()
+        self.store = Store(self.clock)
         self.log: list[Record] = []
         self.log_key = b"key"
         """Key that positions of the log are signed with; a coordinator that loses it has another one."""
@@ -82,14 +84,6 @@ class SimService(ABC):
     @abstractmethod
     def _send_directive(self, command: Send) -> None:
         """Put a directive on its way."""
-
-    @abstractmethod
-    def _look_at(self, checkpoint: CheckpointCommitted) -> tuple[Condition, str]:
-        """Condition that reading all of a checkpoint finds, and its reason."""
-
-    @abstractmethod
-    def _refusal(self) -> str:
-        """Reason that no manifest can be written now; "": it can."""
 
     @abstractmethod
     def _coordinator_is_up(self) -> None:
@@ -287,9 +281,9 @@ class SimService(ABC):
                 pass
 
     def _complete(self, term: int, checkpoint: CheckpointCommitted) -> None:
-        error = self._look_at(checkpoint)[1] or self._refusal()
+        error = self.store.look(checkpoint)[1] or self.store.refusal()
         self.tell_term(term, ManifestWritten(checkpoint=checkpoint, error=error or None))
 
     def _verify(self, term: int, checkpoint: CheckpointCommitted) -> None:
-        condition, reason = self._look_at(checkpoint)
+        condition, reason = self.store.look(checkpoint)
         self.tell_term(term, CheckpointVerified(checkpoint=checkpoint, condition=condition, reason=reason))
