@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Protocol, assert_never
 
 from skein.errors import RemoteError
@@ -252,7 +251,7 @@ class WorkerDriver:
     def _start_build(self, command: io.Build) -> None:
         self._building = self._group.create_task(self._build(command))
         # Not in the task: one that is cancelled before its first step never runs.
-        self._building.add_done_callback(partial(self._build_ended, command.assign.generation))
+        self._building.add_done_callback(self._build_ended)
 
     async def _build(self, command: io.Build) -> io.Built | io.BuildFailed:
         assign = command.assign
@@ -261,7 +260,8 @@ class WorkerDriver:
             event = await self._builder.build(assign, command.members)
         shown = ",".join(f"s{chunk.stage.index}:{chunk.source.kind}" for chunk in assign.chunks)
         if isinstance(event, io.BuildFailed):
-            _log.warning("generation=%d could not build %s: %s", assign.generation, shown, event.reason)
+            reason = "" if event.report is None else event.report.reason
+            _log.warning("generation=%d could not build %s: %s", assign.generation, shown, reason)
         else:
             elapsed_s = self._loop.time() - began_s
             _log.info(
@@ -273,10 +273,9 @@ class WorkerDriver:
             )
         return event
 
-    def _build_ended(self, generation: Generation, building: asyncio.Task[io.Built | io.BuildFailed]) -> None:
+    def _build_ended(self, building: asyncio.Task[io.Built | io.BuildFailed]) -> None:
         if building.cancelled():
-            reason = "overtaken by a newer generation"
-            self._inbox.post(io.BuildFailed(generation=generation, peer=None, is_fatal=False, reason=reason))
+            self._inbox.post(io.BuildFailed(report=None))
         elif building.exception() is None:
             self._inbox.post(building.result())
 

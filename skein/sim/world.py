@@ -28,7 +28,7 @@ from skein.sim.processes.builds import Builds
 from skein.sim.processes.coordinator import SimService
 from skein.sim.processes.worker import SimWorker
 from skein.topology.fleet import Profile
-from skein.types import Epoch, Generation, Incarnation, SiteId, Step, WorkerId
+from skein.types import Epoch, Incarnation, SiteId, Step, WorkerId
 
 LOOK_S = 0.05
 """Seconds from a look at a peer to what is found."""
@@ -243,11 +243,6 @@ class World(SimService):
             worker.lies, worker.has_lied = draw, True
             self.clock.after(seconds, partial(setattr, worker, "lies", None))
 
-    def stick_worker(self, name: WorkerId) -> None:
-        """Let no op of a worker end any more; it beats on."""
-        if name in self.workers:
-            self.workers[name].is_stuck = True
-
     def shorten_log(self, name: WorkerId, *, num_kept: int) -> None:
         """Have a worker's boundary log forget all but so many tensors, for want of room."""
         worker = self.workers.get(name)
@@ -330,9 +325,7 @@ class World(SimService):
                 self._builds.begin(worker, command)
             case io.CancelBuild():
                 worker.build += 1
-                cancelled = io.BuildFailed(
-                    generation=Generation(-1), peer=None, is_fatal=False, reason="cancelled"
-                )
+                cancelled = io.BuildFailed(report=None)
                 self.clock.after(0.0, partial(self._give, worker, cancelled))
             case io.StartPrefetch():
                 self.copies.start(worker, command)

@@ -466,5 +466,5 @@ def test_a_build_that_came_to_nothing_has_dropped_nothing() -> None:
     hand.acknowledge()
     hand.hear(hand.assignment(PLAN, generation=2, resumption=None))
     hand.fence(PLAN, generation=3)
-    hand.give(BuildFailed(generation=Generation(2), peer=None, is_fatal=False, reason="overtaken"))
+    hand.give(BuildFailed(report=None))
     assert told_of(hand.acknowledge()) == progress(ledger=(0,), forwards=(1,), outputs=(0, 1))

@@ -12,6 +12,7 @@ from skein.protocol.messages.directives import (
     SourceKind,
     StateSource,
 )
+from skein.protocol.messages.reports import CheckpointUnread, Suspected, Trouble
 from skein.protocol.worker.keeping.search import StatePlace, StateSearch
 from skein.types import Epoch, Generation, Incarnation, Step, WorkerId
 from tests.support.hands import JOB
@@ -19,14 +20,14 @@ from tests.support.plans import stage_spec
 
 ME, DONOR, OTHER = (WorkerId(name) for name in ("w1", "w5", "w2"))
 MEMBERS = tuple(Member(worker=name, incarnation=Incarnation("i"), address="") for name in (ME, OTHER, DONOR))
-AT = Step(7)
+AT, GENERATION = Step(7), Generation(3)
 
 
 def search_of(source: StateSource) -> tuple[StateSearch[str], ChunkAssignment]:
     chunk = ChunkAssignment(stage=stage_spec(1), slots=1, source=source, evaluation_paths=())
     assign = Assign(
         epoch=Epoch(1),
-        generation=Generation(3),
+        generation=GENERATION,
         job=JOB,
         job_spec="",
         version=source.version,
@@ -97,39 +98,40 @@ def test_a_stage_made_of_its_neighbours_takes_each_from_where_it_is() -> None:
 
 def test_only_a_peer_that_was_asked_is_blamed() -> None:
     search, chunk = search_of(PEER)
+    late = Trouble(generation=GENERATION, is_fatal=False, reason="late")
     for look in search.looks(chunk):
         if look.place is StatePlace.PEER:
-            failed = search.failed(RemoteError("gone"), "gone")
-            assert (failed.peer, failed.generation, failed.is_fatal) == (DONOR, 3, False)
-            assert search.failed(LocalError("full"), "full").peer is None
+            gone = search.failed(RemoteError("gone"), "gone").report
+            assert gone == Suspected(generation=GENERATION, peer=DONOR, reason="gone")
+            assert search.failed(LocalError("late"), "late").report == late
             look.found = "state"
-    assert search.failed(RemoteError("late"), "late").peer is None
+    assert search.failed(RemoteError("late"), "late").report == late
 
 
 def test_a_donor_that_is_no_member_is_nobodys_fault() -> None:
     search, chunk = search_of(StateSource(kind=SourceKind.PEER, version=AT, peer=WorkerId("w8")))
     with pytest.raises(LocalError, match="w8, which should give stage 1, is not a member") as raised:
         list(search.looks(chunk))
-    assert search.failed(raised.value, "no").peer is None
+    assert isinstance(search.failed(raised.value, "no").report, Trouble)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_told_with_its_version_whatever_was_wrong() -> None:
     search, _ = search_of(StateSource(kind=SourceKind.CHECKPOINT, version=AT))
-    assert list(search.needs()) == [StatePlace.CHECKPOINT]
-    needs = search.needs()
-    next(needs)
-    failed = search.failed(UserError("a", 1, "b"), "no")
-    assert (failed.unread, failed.is_fatal) == (AT, False)
-    list(needs)
-    assert search.failed(RemoteError("no"), "no").unread is None
+    for need in search.needs():
+        assert need is StatePlace.CHECKPOINT
+        unread = CheckpointUnread(generation=GENERATION, version=AT, reason="no")
+        assert search.failed(UserError("a", 1, "b"), "no").report == unread
+    assert isinstance(search.failed(RemoteError("no"), "no").report, Trouble)
 
 
 def test_a_place_for_checkpoints_that_is_silent_is_not_the_users_fault_but_a_wrong_one_is() -> None:
     search, _ = search_of(StateSource(kind=SourceKind.INITIAL, version=Step(0)))
     assert next(search.needs()) is StatePlace.ARCHIVE
-    silent = search.failed(OSError("silent"), "silent")
-    assert (silent.unread, silent.reason) == (0, "checkpoint.url: silent")
-    wrong = search.failed(UserError("checkpoint.url", "x", "give another"), "x")
-    assert (wrong.unread, wrong.is_fatal) == (None, True)
-    unfit = search.failed(UnfitError("data", "x", "not here"), "x")
-    assert (unfit.is_unfit, unfit.is_fatal) == (True, False)
+    silent = CheckpointUnread(generation=GENERATION, version=Step(0), reason="checkpoint.url: silent")
+    assert search.failed(OSError("silent"), "silent").report == silent
+    for error, is_fatal in (
+        (UserError("checkpoint.url", "x", "another"), True),
+        (UnfitError("data", "x", "y"), False),
+    ):
+        told = Trouble(generation=GENERATION, is_fatal=is_fatal, reason="x", is_unfit=not is_fatal)
+        assert search.failed(error, "x").report == told

@@ -25,10 +25,8 @@ from skein.protocol.messages.reports import (
     Leaving,
     LinksMeasured,
     PeersSeen,
-    Report,
     Suspected,
     TimesMeasured,
-    Trouble,
 )
 from skein.protocol.messages.tensors import Envelope, Refusal, ShardKind, ShardTensor
 from skein.protocol.worker.ops import (
@@ -289,7 +287,7 @@ def test_a_newer_generation_cancels_a_build_once_and_waits_for_its_end() -> None
     hand.hear(hand.assignment(PLAN))
     assert hand.fence(PLAN, generation=2) == [CancelBuild()]
     assert hand.fence(PLAN, generation=3) == []
-    hand.give(BuildFailed(generation=Generation(1), peer=None, is_fatal=False, reason="overtaken"))
+    hand.give(BuildFailed(report=None))
     ack = only(hand.said(), Ack)
     assert (ack.generation, ack.chunks) == (3, ())
 
@@ -319,25 +317,16 @@ def test_a_build_that_was_forgotten_counts_for_nothing() -> None:
     assert hand.acknowledge().chunks == ()
 
 
-@pytest.mark.parametrize(
-    ("peer", "is_fatal", "expected"),
-    [
-        ("w1a", False, Suspected(generation=Generation(1), peer=WorkerId("w1a"), reason="no")),
-        (None, False, Trouble(generation=Generation(1), is_fatal=False, reason="no")),
-        (None, True, Trouble(generation=Generation(1), is_fatal=True, reason="no")),
-    ],
-)
-def test_a_failed_build_blames_the_donor_the_worker_or_the_job(
-    peer: str | None, is_fatal: bool, expected: Report
-) -> None:
+@pytest.mark.parametrize(("generation", "is_said"), [(1, True), (0, False)])
+def test_why_a_build_failed_is_said_while_somebody_waits_for_it(generation: int, *, is_said: bool) -> None:
     hand = Hand()
     hand.connect()
     hand.fence(PLAN)
     hand.acknowledge()
     hand.hear(hand.assignment(PLAN))
-    donor = None if peer is None else WorkerId(peer)
-    hand.give(BuildFailed(generation=Generation(1), peer=donor, is_fatal=is_fatal, reason="no"))
-    assert hand.said() == [expected]
+    report = Suspected(generation=Generation(generation), peer=WorkerId("w1a"), reason="no")
+    hand.give(BuildFailed(report=report))
+    assert hand.said() == [report] * is_said
 
 
 def test_a_chunk_that_the_plan_takes_away_is_held_until_a_step_begins() -> None:

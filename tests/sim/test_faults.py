@@ -93,7 +93,7 @@ def test_a_stream_that_falls_silent_while_peers_are_still_reached_costs_no_step(
 def test_a_worker_whose_ops_never_end_is_turned_away() -> None:
     def stick(world: World) -> None:
         run_until(world, lambda world: version_of(world) == 2)
-        world.stick_worker(worker(1))
+        world.workers[worker(1)].is_stuck = True
 
     job = small_job(steps=5)
     run = simulate(job, 4, disturb=stick)

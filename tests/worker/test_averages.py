@@ -13,6 +13,7 @@ from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.plan.plan import Schedule
 from skein.protocol.messages.directives import Assign, ChunkAssignment, Neighbour, SourceKind, StateSource
+from skein.protocol.messages.reports import Suspected, Trouble
 from skein.protocol.worker.worker_io import BuildFailed, Built
 from skein.types import Epoch, Generation, Precision, StageIndex, StageSpec, Step
 from tests.worker.holders import JOB, Keeper, holding, keeping
@@ -176,7 +177,9 @@ async def test_a_neighbour_that_has_gone_on_is_named(lab: Lab) -> None:
     async with holding(lab, 0) as [before], holding(lab, 2) as [after], keeping("w9") as newcomer:
         ended = await build(newcomer, lab.job, source_of(before, after, version=7), before, after)
         assert isinstance(ended, BuildFailed)
-        assert (ended.peer, ended.is_fatal) == (before.member.worker, False)
+        assert isinstance(ended.report, Suspected)
+        assert ended.report.peer == before.member.worker
         ended = await build(newcomer, lab.job, source_of(before, after), after)
         assert isinstance(ended, BuildFailed)
-        assert "not a member" in ended.reason
+        assert isinstance(ended.report, Trouble)
+        assert "not a member" in ended.report.reason

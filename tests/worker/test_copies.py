@@ -405,7 +405,8 @@ async def test_the_buddy_itself_may_become_the_holder(lab: Lab, kind: SourceKind
         assert_is_chunk(built_state(buddy), lab)
         missing = await build(buddy, lab, kind, 2, [], peer=peer)
         assert isinstance(missing, BuildFailed)
-        assert "is not here to be kept" in missing.reason
+        assert missing.report is not None
+        assert "is not here to be kept" in missing.report.reason
 
 
 async def test_a_holder_goes_back_to_its_own_snapshot(lab: Lab) -> None:

@@ -27,6 +27,7 @@ from skein.protocol.messages.directives import (
     SourceKind,
     StateSource,
 )
+from skein.protocol.messages.reports import Trouble
 from skein.protocol.worker.worker_io import BuildFailed, Built
 from skein.storage.outside import Outside
 from skein.types import (
@@ -234,9 +235,10 @@ async def test_another_jobs_checkpoint_that_is_never_read_is_the_workers_own_tro
         ended = await _ended(keeper, job, kept, 0, 2, begins=begins, outside=Outside(silent_s=0.05))
     never.set()
     assert isinstance(ended, BuildFailed)
-    assert ended.is_unfit
-    assert f"from: '{JOB}@{VERSION}': cannot be read on this worker" in ended.reason
-    assert "gave no sign of life" in ended.reason
+    assert isinstance(ended.report, Trouble)
+    assert ended.report.is_unfit
+    assert f"from: '{JOB}@{VERSION}': cannot be read on this worker" in ended.report.reason
+    assert "gave no sign of life" in ended.report.reason
 
 
 async def test_another_jobs_checkpoint_that_the_coordinator_does_not_tell_of_is_no_fault_of_the_workers(
@@ -251,8 +253,9 @@ async def test_another_jobs_checkpoint_that_the_coordinator_does_not_tell_of_is_
     async with keeping("w0") as keeper:
         ended = await _ended(keeper, job, kept, 0, 2, begins=Beginning(job=JOB, version=VERSION))
     assert isinstance(ended, BuildFailed)
-    assert ended.is_unfit
-    assert "no such checkpoint" in ended.reason
+    assert isinstance(ended.report, Trouble)
+    assert ended.report.is_unfit
+    assert "no such checkpoint" in ended.report.reason
 
 
 async def test_a_walker_that_the_checkpoint_lacks_copies_another_and_begins_without_momentum(

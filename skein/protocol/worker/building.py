@@ -6,7 +6,6 @@ Rules of this file
 """
 
 from skein.protocol.messages.directives import Assign
-from skein.protocol.messages.reports import CheckpointUnread, Suspected, Trouble
 from skein.protocol.worker.standing import Standing
 from skein.protocol.worker.worker_io import Build, BuildFailed, CancelBuild
 
@@ -63,15 +62,7 @@ class Building:
 
     def failed(self, event: BuildFailed) -> None:
         """Say whose fault it was, if anybody still waits for it."""
-        generation, reason = event.generation, event.reason
-        if self.end() is None or generation != self._standing.generation:
-            return
-        if event.unread is not None:
-            self._standing.tell(CheckpointUnread(generation=generation, version=event.unread, reason=reason))
-        elif event.peer is not None:
-            self._standing.tell(Suspected(generation=generation, peer=event.peer, reason=reason))
-        else:
-            trouble = Trouble(
-                generation=generation, is_fatal=event.is_fatal, reason=reason, is_unfit=event.is_unfit
-            )
-            self._standing.tell(trouble)
+        report = event.report
+        is_awaited = self.end() is not None
+        if is_awaited and report is not None and report.generation == self._standing.generation:
+            self._standing.tell(report)

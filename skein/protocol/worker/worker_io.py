@@ -14,11 +14,14 @@ from skein.protocol.messages.directives import (
     StepRecord,
 )
 from skein.protocol.messages.reports import (
+    CheckpointUnread,
     CheckpointUnwritten,
     CheckpointWritten,
     LinksMeasured,
     PeersSeen,
     Report,
+    Suspected,
+    Trouble,
 )
 from skein.protocol.messages.tensors import Envelope
 from skein.protocol.worker.ops import HopKey, Op, OpOutcome, SaveOp, SnapshotOp
@@ -111,17 +114,9 @@ class Built:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildFailed:
-    """A chunk could not be had. `peer`: the donor to blame. `is_fatal`: nobody could build it. `is_unfit`: others may.
+    """A chunk could not be had, which is told as `report` says; None: the build was overtaken, and nobody waits."""
 
-    `unread`: the version of the checkpoint whose files could not be read; 0: where they are to lie nothing answers.
-    """
-
-    generation: Generation
-    peer: WorkerId | None
-    is_fatal: bool
-    reason: str
-    unread: Step | None = None
-    is_unfit: bool = False
+    report: CheckpointUnread | Suspected | Trouble | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

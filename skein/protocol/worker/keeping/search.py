@@ -12,6 +12,7 @@ from typing import Generic, TypeVar, assert_never
 
 from skein.errors import LocalError, RemoteError, SkeinError, UnfitError, UserError
 from skein.protocol.messages.directives import Assign, ChunkAssignment, Member, SourceKind
+from skein.protocol.messages.reports import CheckpointUnread, Suspected, Trouble
 from skein.protocol.worker.worker_io import BuildFailed
 from skein.types import StageSpec, Step, WorkerId
 
@@ -107,23 +108,22 @@ class StateSearch(Generic[T]):
 
     def failed(self, error: Exception, reason: str) -> BuildFailed:
         """Event that tells of the error that has ended the search, and whose fault it is, in `reason`'s words."""
+        generation, version = self._assign.generation, self.checkpoint
         is_unfit, is_users = isinstance(error, UnfitError), isinstance(error, UserError)
-        blamed, unread = None, None
-        if self._place is StatePlace.PEER and isinstance(error, RemoteError):
-            blamed = self._asked
-        elif self._place is StatePlace.CHECKPOINT and isinstance(error, (SkeinError, OSError)):
-            # Whether that is its fault or this worker's is for the coordinator to find out.
-            unread, is_unfit, is_users = self.checkpoint, False, False
-        elif self._place is StatePlace.ARCHIVE and not is_users:
-            unread, reason = Step(0), f"checkpoint.url: {reason}"
-        return BuildFailed(
-            generation=self._assign.generation,
-            peer=blamed,
-            is_fatal=is_users and not is_unfit,
-            reason=reason,
-            unread=unread,
-            is_unfit=is_unfit,
-        )
+        report: CheckpointUnread | Suspected | Trouble
+        match self._place:
+            case StatePlace.PEER if self._asked is not None and isinstance(error, RemoteError):
+                report = Suspected(generation=generation, peer=self._asked, reason=reason)
+            case StatePlace.CHECKPOINT if version is not None and isinstance(error, SkeinError | OSError):
+                # Whether that is its fault or this worker's is for the coordinator to find out.
+                report = CheckpointUnread(generation=generation, version=version, reason=reason)
+            case StatePlace.ARCHIVE if not is_users:
+                where = f"checkpoint.url: {reason}"
+                report = CheckpointUnread(generation=generation, version=Step(0), reason=where)
+            case _:
+                is_fatal = is_users and not is_unfit
+                report = Trouble(generation=generation, is_fatal=is_fatal, reason=reason, is_unfit=is_unfit)
+        return BuildFailed(report=report)
 
     def _parts_of(self, wanted: ChunkAssignment) -> Iterator[list[StateLook[T]]]:
         source, stage = wanted.source, wanted.stage
