@@ -7,7 +7,7 @@ one; otherwise one job of the given size runs.
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -143,29 +143,8 @@ def told_of(seed: int, *, shape: str, num_faults: int, is_traced: bool = False) 
     of = shape_by_text(seed, shape)
     new_world = TracedWorld if is_traced else World
     world = disturbed(of, seed=seed, num_faults=num_faults, new_world=new_world)
-    try:
-        judge(of, world)
-    except Exception as error:  # noqa: BLE001 - whatever breaks is what is looked for
-        again = f"python -m skein.sim --shape '{of.text}' --faults {num_faults} --seed {seed} --trace"
-        return f"seed={seed} violated: {error!r:.2000}\nreproduce: {again}", "\n".join(world.lines)
-    return "", "\n".join(world.lines)
-
-
-def _judge_seeds(args: argparse.Namespace) -> int:
-    num_faults = 8 if args.faults is None else args.faults
-    one = partial(told_of, shape=args.shape, num_faults=num_faults, is_traced=args.trace)
-    began = time.perf_counter()
-    for count, (violation, story) in enumerate(_told(one, args), start=1):
-        if args.verbose:
-            print(story)
-        if violation:
-            print("\n".join(story.splitlines()[-40:]))
-            print(violation)
-            return 1
-        if count % max(1, args.seeds // 20) == 0 and args.seeds > 1:
-            print(f"{count} of {args.seeds} seeds, {time.perf_counter() - began:.0f} s", file=sys.stderr)
-    print(f"{args.seeds} seeds from {args.seed} on, {args.shape}, {num_faults} faults each: no violation")
-    return 0
+    again = f"--shape '{of.text}' --faults {num_faults} --seed {seed} --trace"
+    return _violation(partial(judge, of, world), again, f"seed={seed}"), "\n".join(world.lines)
 
 
 def strike_told(seed: int, *, rule: str) -> tuple[str, str]:
@@ -174,13 +153,27 @@ def strike_told(seed: int, *, rule: str) -> tuple[str, str]:
     from skein.sim.moments import judge_struck, struck
 
     world = struck(rule, seed)
+    violation = _violation(
+        partial(judge_struck, world), f"--rule {rule} --seed {seed}", f"{rule} seed={seed}"
+    )
+    return violation, "\n".join(world.lines)
+
+
+def _violation(judged: Callable[[], object], again: str, about: str) -> str:
+    """Violation, with the command that repeats it; empty if there is none."""
     try:
-        judge_struck(world)
+        judged()
     except Exception as error:  # noqa: BLE001 - whatever breaks is what is looked for
-        again = f"python -m skein.sim --rule {rule} --seed {seed}"
-        text = f"{rule} seed={seed} violated: {error!r:.2000}\nreproduce: {again}"
-        return text, "\n".join(world.lines)
-    return "", "\n".join(world.lines)
+        return f"{about} violated: {error!r:.2000}\nreproduce: python -m skein.sim {again}"
+    return ""
+
+
+def _judge_seeds(args: argparse.Namespace) -> int:
+    num_faults = 8 if args.faults is None else args.faults
+    if not _are_kept(partial(told_of, shape=args.shape, num_faults=num_faults, is_traced=args.trace), args):
+        return 1
+    print(f"{args.seeds} seeds from {args.seed} on, {args.shape}, {num_faults} faults each: no violation")
+    return 0
 
 
 def _judge_strikes(args: argparse.Namespace) -> int:
@@ -188,16 +181,26 @@ def _judge_strikes(args: argparse.Namespace) -> int:
 
     for rule in STRUCK if args.rule == "all" else (args.rule,):
         began = time.perf_counter()
-        for violation, story in _told(partial(strike_told, rule=rule), args):
-            if args.verbose:
-                print(story)
-            if violation:
-                print("\n".join(story.splitlines()[-40:]))
-                print(violation)
-                return 1
+        if not _are_kept(partial(strike_told, rule=rule), args):
+            return 1
         seconds = time.perf_counter() - began
         print(f"{rule}: {args.seeds} seeds from {args.seed} on, {seconds:.0f} s: no violation", flush=True)
     return 0
+
+
+def _are_kept(one: "partial[tuple[str, str]]", args: argparse.Namespace) -> bool:
+    """Whether no seed violates anything; the first that does is told."""
+    began = time.perf_counter()
+    for count, (violation, story) in enumerate(_told(one, args), start=1):
+        if args.verbose:
+            print(story)
+        if violation:
+            print("\n".join(story.splitlines()[-40:]))
+            print(violation)
+            return False
+        if count % max(1, args.seeds // 20) == 0 and args.seeds > 1:
+            print(f"{count} of {args.seeds} seeds, {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return True
 
 
 def _told(one: "partial[tuple[str, str]]", args: argparse.Namespace) -> Iterator[tuple[str, str]]:

@@ -242,8 +242,8 @@ def _cut_off(world: World, fault: Fault, *, is_two_way: bool) -> None:
         if other == site:
             continue
         for pair in ((site, other), (other, site))[: 2 if is_two_way else 1]:
-            world.network.cut_sites(*pair)
-            world.clock.after(fault.seconds, partial(world.network.mend_sites, *pair))
+            world.network.cut(*pair)
+            world.clock.after(fault.seconds, partial(world.network.mend, *pair))
 
 
 def _delay(world: World, fault: Fault) -> None:
@@ -300,7 +300,7 @@ def _damage(world: World, fault: Fault) -> None:
 
 def _store_hangs(world: World, fault: Fault) -> None:
     """Leave reads and writes of checkpoints without an answer."""
-    world.hang_store(4 * fault.seconds)
+    world.store.hang(4 * fault.seconds)
 
 
 # --- the coordinator ---
@@ -360,7 +360,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "delay": _delay,
     "storm": _storm,
     "damage": _damage,
-    "store_full": lambda world, fault: world.fill_store(4 * fault.seconds),
+    "store_full": lambda world, fault: world.store.fill(4 * fault.seconds),
     "store_hangs": _store_hangs,
     "no_data": _no_data,
     "coordinator": _coordinator,
@@ -374,29 +374,21 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
 RARE = ("crowd",)
 """Faults that strike in `RARE_SHARE` of the schedules, in the place of another."""
 RARE_SHARE = 1 / 8
-GENTLE = (
-    "impostor",
-    "stream",
-    "freeze",
-    "mute",
-    "half_mute",
-    "silence",
-    "late",
-    "partition",
-    "one_way",
-    "cut",
-    "drain",
-    "delay",
-    "storm",
-    "forget",
-    "crowd",
-    "slow",
-    "store_full",
-    "store_hangs",
-    "coordinator",
-    "torn",
-    "disk",
-    "clock",
-    "pause",
+DEADLY = frozenset(
+    [
+        "kill",
+        "restart",
+        "flap",
+        "op",
+        "lie",
+        "third",
+        "site",
+        "neighbours",
+        "join",
+        "damage",
+        "no_data",
+        "both",
+    ]
 )
+GENTLE = tuple(kind for kind in FAULTS if kind not in DEADLY)
 """Faults in which nobody dies: no state is ever lost."""

@@ -399,22 +399,12 @@ class World(SimService):
 
     def damage_checkpoint(self, number: int, seconds: float) -> None:
         """Change a file of the newest checkpoint that counts; it is put back after so long."""
-        self.invariants.has_storage_failed = True
+        self.store.has_failed = True
         coordinator = self.coordinator
         jobs = () if coordinator is None else coordinator.history.jobs.values()
         for newest in [job.newest_checkpoint for job in jobs]:
             if newest is not None and newest in self.log:
                 self.store.damage(newest, number, seconds=seconds)
-
-    def fill_store(self, seconds: float) -> None:
-        """Let no checkpoint be written for so long."""
-        self.invariants.has_storage_failed = True
-        self.store.fill(seconds)
-
-    def hang_store(self, seconds: float) -> None:
-        """Let nobody read or write checkpoints for so long."""
-        self.invariants.has_storage_failed = True
-        self.store.hang(seconds)
 
     def lose_data(self, name: WorkerId, seconds: float) -> None:
         """Let a worker not see its data for so long."""

@@ -90,8 +90,8 @@ def test_a_site_that_is_cut_off_comes_back(is_two_way: bool) -> None:
         run_until(world, lambda world: version_of(world) == 2)
         here, there = world.network.site_of(COORDINATOR), world.network.sites[-1]
         for pair in ((there, here), (here, there))[: 2 if is_two_way else 1]:
-            world.network.cut_sites(*pair)
-            world.clock.after(6.0, lambda pair=pair: world.network.mend_sites(*pair))  # type: ignore[misc]
+            world.network.cut(*pair)
+            world.clock.after(6.0, lambda pair=pair: world.network.mend(*pair))  # type: ignore[misc]
 
     job = small_job(steps=40)
     run = simulate(job, 4, disturb=disturb)

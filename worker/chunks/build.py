@@ -120,19 +120,21 @@ def archive_of(url: str | None, files: Files, job: JobId, version: Step, places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
-    """State that chunks need of a walker in a checkpoint; `place`: how many walkers there are, and which is wanted."""
+    """State that chunks need of a walker in a checkpoint, whose number of walkers it has only where each is its own."""
 
     tensors: Mapping[str, Tensor]
     version: Step
-    place: tuple[int, int] | None
+    walker: int
+    num_walkers: int | None
 
     def load_into(self, chunk: Chunk) -> None:
         """Make it the chunk's."""
-        if self.place is None:
+        if self.num_walkers is None:
             chunk.load_state(self.tensors, version=self.version)
-            return
-        available, walker = self.place
-        chunk.load_walker(self.tensors, version=self.version, walker=walker, num_walkers=available)
+        else:
+            chunk.load_walker(
+                self.tensors, version=self.version, walker=self.walker, num_walkers=self.num_walkers
+            )
 
 
 _Found = Chunk | _Saved | Mapping[str, Tensor]
@@ -381,5 +383,5 @@ def _read_walker(
         if_there=saved_names(job, stages, own),
         walker=walker % available,
     )
-    place = (available, walker) if job.aggregation.walkers.are_lines else None
-    return _Saved(tensors=tensors, version=manifest.version, place=place)
+    told = available if job.aggregation.walkers.are_lines else None
+    return _Saved(tensors=tensors, version=manifest.version, walker=walker, num_walkers=told)

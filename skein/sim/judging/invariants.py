@@ -117,7 +117,6 @@ class Invariants:
         self.has_storage_failed = False
         self.has_liars = False
         """Whether a worker may say that it holds what it does not, or not what it does."""
-        """`has_storage_failed`: checkpoints were damaged, or not read or written for a while: no job may end for it."""
         self._branches: dict[JobId, _Branch] = {}
         self._epoch = Epoch(0)
         self._generation = Generation(0)

@@ -56,8 +56,7 @@ class Network:
             self._between[site, site] = (INSIDE_LATENCY_S, INSIDE_BYTES_PER_S)
         self._site_of: dict[WorkerId, SiteId] = {COORDINATOR: sites[0]}
         self._free_at: dict[Pair, float] = {}
-        self._cut: Counter[Pair] = Counter()
-        self._cut_sites: Counter[tuple[SiteId, SiteId]] = Counter()
+        self._cut: Counter[tuple[WorkerId | SiteId, WorkerId | SiteId]] = Counter()
         self._weather: dict[Pair, Weather] = {}
         self._luck = rng.stream(seed, "weather")
 
@@ -76,36 +75,25 @@ class Network:
 
     # --- what befalls links ---
 
-    def cut(self, sender: WorkerId, receiver: WorkerId) -> None:
-        """Let nothing through in this direction until `mend`, or `heal`."""
+    def cut(self, sender: WorkerId | SiteId, receiver: WorkerId | SiteId) -> None:
+        """Let nothing through in this direction until `mend`, or `heal`; of a site, whoever comes there meanwhile."""
         self._cut[sender, receiver] += 1
         self.on_changed()
 
-    def mend(self, sender: WorkerId, receiver: WorkerId) -> None:
+    def mend(self, sender: WorkerId | SiteId, receiver: WorkerId | SiteId) -> None:
         """Take one cut back."""
         self._cut[sender, receiver] -= self._cut[sender, receiver] > 0
-        self.on_changed()
-
-    def cut_sites(self, sender: SiteId, receiver: SiteId) -> None:
-        """Let nothing through from one site to another, whoever comes there meanwhile, until `mend_sites`."""
-        self._cut_sites[sender, receiver] += 1
-        self.on_changed()
-
-    def mend_sites(self, sender: SiteId, receiver: SiteId) -> None:
-        """Take one cut between sites back."""
-        self._cut_sites[sender, receiver] -= self._cut_sites[sender, receiver] > 0
         self.on_changed()
 
     def heal(self) -> None:
         """Let everything through again."""
         self._cut.clear()
-        self._cut_sites.clear()
         self.on_changed()
 
     def is_cut(self, sender: WorkerId, receiver: WorkerId) -> bool:
         """Whether nothing gets from one to the other."""
         between = (self._site_of[sender], self._site_of[receiver])
-        return self._cut[sender, receiver] > 0 or self._cut_sites[between] > 0
+        return self._cut[sender, receiver] > 0 or self._cut[between] > 0
 
     def set_weather(self, sender: WorkerId, receiver: WorkerId, weather: Weather) -> None:
         """Set the weather of a link from now on; `FAIR` ends it."""

@@ -6,7 +6,7 @@ from functools import partial
 from skein.config.job import JobSpec
 from skein.errors import LocalError, RemoteError, SkeinError, UnfitError
 from skein.protocol.log.records import CheckpointCommitted, num_walkers, walker_of, walker_prefix
-from skein.protocol.messages.directives import Assign, CheckpointFile, ChunkAssignment, Neighbour
+from skein.protocol.messages.directives import Assign, CheckpointFile, ChunkAssignment
 from skein.protocol.messages.reports import CheckpointUnwritten, CheckpointWritten
 from skein.protocol.worker.keeping.search import StateLook, StatePlace, StateSearch
 from skein.protocol.worker.ops import SaveOp
@@ -89,20 +89,19 @@ class Builds:
     def _fetch_s(self, worker: SimWorker, job: JobId, chunk: ChunkAssignment) -> float:
         source = chunk.source
         if source.neighbours:
-            return sum(self._parameters_s(worker, neighbour) for neighbour in source.neighbours)
-        if source.peer is None or source.peer not in self._workers:
+            return sum(self._travels_s(worker, beside.peer, beside.stage, 1) for beside in source.neighbours)
+        if source.peer is None:
             return 0.0
-        link = self._network.link(source.peer, worker.machine.identity.worker)
         lag = self.copies.lag(worker, job, chunk.stage, source.version)
-        parameters = 3 if lag is None else lag
-        return link.latency_s + parameters * self.times_of(chunk.stage).parameter_bytes / link.bytes_per_s
+        return self._travels_s(worker, source.peer, chunk.stage, 3 if lag is None else lag)
 
-    def _parameters_s(self, worker: SimWorker, neighbour: Neighbour) -> float:
+    def _travels_s(self, worker: SimWorker, donor: WorkerId, stage: StageSpec, num_copies: int) -> float:
+        """Seconds in which so many vectors as long as a stage's parameters come from a donor."""
         here = worker.machine.identity.worker
-        if neighbour.peer == here or neighbour.peer not in self._workers:
+        if donor == here or donor not in self._workers:
             return 0.0
-        link = self._network.link(neighbour.peer, here)
-        return link.latency_s + self.times_of(neighbour.stage).parameter_bytes / link.bytes_per_s
+        link = self._network.link(donor, here)
+        return link.latency_s + num_copies * self.times_of(stage).parameter_bytes / link.bytes_per_s
 
     def _built(self, worker: SimWorker, command: Build, build: int) -> None:
         if build != worker.build:

@@ -259,6 +259,7 @@ class SimService(ABC):
 
     def _hold(self, record: Record) -> None:
         self.log.append(record)
+        self.invariants.has_storage_failed = self.store.has_failed
         self.invariants.recorded(record)
 
     def _act(self, command: CoordinatorCommand) -> None:

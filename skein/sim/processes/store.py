@@ -17,6 +17,8 @@ class Store:
         self._damaged: set[str] = set()
         self._full_until = 0.0
         self._hangs_until = 0.0
+        self.has_failed = False
+        """Whether checkpoints were damaged, or not read or written for a while: no job may end for it."""
 
     # --- what befalls it ---
 
@@ -29,10 +31,12 @@ class Store:
 
     def fill(self, seconds: float) -> None:
         """Take no more files for so long."""
+        self.has_failed = True
         self._full_until = max(self._full_until, self._clock.now + seconds)
 
     def hang(self, seconds: float) -> None:
         """Answer nobody for so long."""
+        self.has_failed = True
         self._hangs_until = max(self._hangs_until, self._clock.now + seconds)
 
     # --- what others see of it ---
