@@ -20,7 +20,7 @@ from skein.protocol.messages.directives import Assign, Evaluate, Prepare
 from skein.protocol.messages.reports import Report, Vote
 from skein.protocol.messages.tensors import ShardKind, ShardTensor
 from skein.protocol.worker.ops import ApplyOp, JoinOp, OpOutcome, SumOp
-from skein.protocol.worker.worker_io import DirectiveArrived, RunOp, SendTensor, WorkerCommand, WorkerEvent
+from skein.protocol.worker.worker_io import DirectiveArrived, RunOp, SendTensor, WorkerCommand
 from skein.sim.compute.aggregating import AggregatingModel
 from skein.sim.faults import AWAY_S
 from skein.sim.judging.invariants import Violated
@@ -98,13 +98,6 @@ class WatchedWorld(World):
     def _at(self, moment: str, worker: SimWorker | None) -> None:
         nth, self.counts[moment] = self.counts[moment], self.counts[moment] + 1
         self.on_moment(moment, nth, None if worker is None else worker.machine.identity.worker)
-
-    def _handle(self, worker: SimWorker, event: WorkerEvent) -> None:
-        # Whoever was struck in the middle of something does not go on with it.
-        if worker.is_alive and not worker.is_frozen:
-            super()._handle(worker, event)
-        else:
-            worker.when_running(partial(self._handle, worker, event))
 
     def _take_directive(self, worker: SimWorker, event: DirectiveArrived) -> None:
         super()._take_directive(worker, event)

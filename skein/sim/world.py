@@ -263,10 +263,7 @@ class World(SimService):
             self._give(self.workers[name], event)
 
     def _give(self, worker: SimWorker, event: io.WorkerEvent) -> None:
-        if worker.is_alive and not worker.is_frozen:
-            self._handle(worker, event)
-        else:
-            worker.when_running(partial(self._handle, worker, event))
+        worker.when_running(partial(self._handle, worker, event))
 
     def _handle(self, worker: SimWorker, event: io.WorkerEvent) -> None:
         try:
@@ -389,7 +386,7 @@ class World(SimService):
             worker.executor.forget()
         elif isinstance(op, ApplyOp) and not isinstance(outcome, OpFailed):
             self.copies.applied(worker, op.record)
-        self._handle(worker, io.OpEnded(op=op, outcome=outcome, seconds=seconds))
+        self._give(worker, io.OpEnded(op=op, outcome=outcome, seconds=seconds))
 
     def _outcome(self, worker: SimWorker, command: io.RunOp) -> OpOutcome:
         if worker.to_fail is None or not worker.to_fail(command.op):

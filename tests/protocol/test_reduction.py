@@ -9,8 +9,8 @@ import pytest
 from skein.plan.agreeing.exchange import Broadcast, Direct, Neighbours, Pattern, Ring, Row, Tree
 from skein.plan.plan import Group
 from skein.protocol.messages.tensors import ShardKind, ShardTensor
-from skein.protocol.worker.ops import JoinOp, PackOp, Parcel, SumOp
-from skein.protocol.worker.reduction import Exchange, Moves, ReductionOp, handed_out
+from skein.protocol.worker.ops import JoinOp, PackOp, Parcel, ReductionOp, SumOp
+from skein.protocol.worker.reduction import Exchange, Moves, handed_out
 from skein.types import ChunkRef, Step, WorkerId, parse_group
 from tests.support import extent
 from tests.support.plans import chunk

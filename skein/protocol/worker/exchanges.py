@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import Decision, GroupResult, Prepare, StepRecord
 from skein.protocol.messages.tensors import ShardTensor, TensorHeader
-from skein.protocol.worker.ops import JoinOp, PackOp, SumOp
+from skein.protocol.worker.ops import ReductionOp
 from skein.protocol.worker.reduction import Exchange, Moves
 from skein.types import Attempt, ChunkRef, Exchanged, GroupId, Local, StageSpec, Step, WorkerId
 
@@ -85,7 +85,7 @@ class Exchanges:
         """Number of exchanges that have begun with shards alone."""
         return sum(not exchange.is_prepared for exchange in self._by_key.values())
 
-    def of_op(self, op: PackOp | SumOp | JoinOp) -> Exchange | None:
+    def of_op(self, op: ReductionOp) -> Exchange | None:
         """Exchange that an op belongs to; None once that is over."""
         return self._by_key.get((op.group.group, op.attempt))
 

@@ -118,43 +118,46 @@ Parcel = tuple[WorkerId, ShardTensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackOp:
-    """Copy the group's accumulators of each local member into shards, filed as `parcels` say. Accumulators stay."""
+class GroupOp:
+    """A part of an attempt to reduce a group's sums, or with `exchange` what the job's rule sends in their place."""
 
     step: Step
     group: Group
     attempt: Attempt
-    stages: tuple[StageIndex, ...]
-    parcels: tuple[Parcel, ...]
-    """PART tensors and who adds them up, this worker or another; shards in which a member has no part are left out."""
     exchange: ExchangeTerms | None = None
-    """Not None: what is packed is what the job's rule sends, after its local step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SumOp:
+class PackOp(GroupOp):
+    """Copy the group's accumulators of each local member into shards, filed as `parcels` say. Accumulators stay.
+
+    By the job's rule it comes after the rule's local step.
+    """
+
+    stages: tuple[StageIndex, ...]
+    parcels: tuple[Parcel, ...]
+    """PART tensors and who adds them up, this worker or another; shards in which a member has no part are left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumOp(GroupOp):
     """Add `parts` of one shard, PARTs or SUMs, in that order; filed as `total`, a RESULT or a SUM that goes on."""
 
-    step: Step
-    group: Group
-    attempt: Attempt
     shard: int
     parts: tuple[ShardTensor, ...]
     total: ShardTensor
     to: tuple[WorkerId, ...]
     """Workers that are to have the total, perhaps this one too."""
-    exchange: ExchangeTerms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinOp:
+class JoinOp(GroupOp):
     """Put the group's `results` together (if none: take the only member's accumulators) and say what it is."""
 
-    step: Step
-    group: Group
-    attempt: Attempt
     results: tuple[ShardTensor, ...] = ()
-    exchange: ExchangeTerms | None = None
+
+
+ReductionOp = PackOp | SumOp | JoinOp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +196,7 @@ class SnapshotOp:
     keeps_results: bool
 
 
-Op = VisitOp | PackOp | SumOp | JoinOp | ApplyOp | SaveOp | SnapshotOp
+Op = VisitOp | ReductionOp | ApplyOp | SaveOp | SnapshotOp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,8 @@ from skein.plan.agreeing.exchange import (
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import ExchangeTerms
 from skein.protocol.messages.tensors import ShardKind, ShardTensor
-from skein.protocol.worker.ops import JoinOp, PackOp, Parcel, SumOp
+from skein.protocol.worker.ops import JoinOp, PackOp, Parcel, ReductionOp, SumOp
 from skein.types import Attempt, ChunkRef, Step, WorkerId
-
-ReductionOp = PackOp | SumOp | JoinOp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,9 +39,8 @@ from skein.protocol.worker.ops import (
     Loss,
     Op,
     OpOutcome,
-    PackOp,
+    ReductionOp,
     SaveOp,
-    SumOp,
     hop_key,
 )
 from skein.protocol.worker.pipeline import NOTHING, Carried, Pipeline
@@ -416,7 +415,7 @@ class Steps:
         if pipeline is not None:
             pipeline.spoil(op)
 
-    def reduced(self, op: PackOp | SumOp | JoinOp, outcome: OpOutcome) -> None:
+    def reduced(self, op: ReductionOp, outcome: OpOutcome) -> None:
         """A part of a reduction has ended: pass on shards, or vote."""
         exchange = self._exchanges.of_op(op)
         if exchange is None or self.pipeline is None:
