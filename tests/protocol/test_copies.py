@@ -254,6 +254,17 @@ def test_a_copy_that_cannot_be_had_may_be_asked_for_again() -> None:
     assert only(spare.take(prefetch(5)), StartPrefetch).prefetch.version == 5
 
 
+@pytest.mark.parametrize("kind", list(CopyKind))
+def test_what_came_of_a_copy_that_could_not_be_had_goes_when_the_job_goes_back(kind: CopyKind) -> None:
+    spare = Spare()
+    spare.take(prefetch(3, is_backup=kind is CopyKind.BACKUP))
+    spare.hear(PrefetchFailed(job=JOB, stage=STAGE, version=Step(3), kind=kind, reason="nobody has it"))
+    assert spare.take(follow(2)) == []
+    dropped = only(spare.take(follow(1)), DropCopies)
+    assert (dropped.followed, dropped.above) == ((STAGE,), 2)
+    assert spare.take(follow(2)) == []
+
+
 def test_once_its_chunk_is_built_a_copy_is_dropped() -> None:
     spare = Spare()
     spare.take(prefetch(3))

@@ -73,6 +73,8 @@ class Copies:
         self._backups: dict[tuple[StageSpec, Step], bool] = {}
         """Whether it is whole."""
         self._followed: dict[StageSpec, _Followed] = {}
+        self._failed: set[tuple[StageSpec, Step]] = set()
+        """Copies that could not be had, and of which the driver keeps what came."""
 
     @property
     def held(self) -> tuple[ChunkVersion, ...]:
@@ -210,11 +212,13 @@ class Copies:
                     self._tell(event.stage, event.version)
             case PrefetchFailed(kind=CopyKind.BACKUP):
                 if self._backups.pop((event.stage, event.version), None) is not None:
+                    self._failed.add((event.stage, event.version))
                     self._tell(event.stage, event.version, error=event.reason)
             case PrefetchFailed():
                 copy = self._followed.get(event.stage)
                 if copy is not None and copy.version is None and copy.wanted == event.version:
                     del self._followed[event.stage]
+                    self._failed.add((event.stage, event.version))
                     self._tell(event.stage, event.version, error=event.reason)
 
     def built(self, stages: Iterable[StageSpec], version: Step) -> None:
@@ -245,6 +249,7 @@ class Copies:
         self._snapshots = ()
         self._backups.clear()
         self._followed.clear()
+        self._failed.clear()
 
     # --- small things ---
 
@@ -253,12 +258,17 @@ class Copies:
 
         A copy of a step that is still to come goes too: of that there is nothing here yet, and it is asked for again.
         """
-        here = (*(at for _, at in self._backups), *(copy.version for copy in self._snapshots))
+        failed = {(stage, at) for stage, at in self._failed if at > version}
+        here = (*(at for _, at in (*self._backups, *failed)), *(copy.version for copy in self._snapshots))
         if all(at <= version for at in here):
             return
         self._backups = {key: is_whole for key, is_whole in self._backups.items() if key[1] <= version}
         self._snapshots = tuple(copy for copy in self._snapshots if copy.version <= version)
-        self._drop(above=version)
+        self._failed -= failed
+        lost = sorted(
+            {stage for stage, _ in failed} - self._followed.keys(), key=lambda x: (x.index, x.first)
+        )
+        self._drop(followed=tuple(lost), above=version)
 
     def _tell(self, stage: StageSpec, version: Step, *, error: str = "") -> None:
         assert self.job is not None
