@@ -326,16 +326,13 @@ class Builder:
         if assign.begins is not None:
             await self._begin_from(assign.begins, chunk)
         elif job.model.begins_from is not None:
-            begin = partial(load_huggingface, Path(job.model.begins_from), roots=self.places.data)
-            await self._begun_from(job.model.begins_from, partial(begin, chunk.module))
+            directory = job.model.begins_from
+            begin = partial(load_huggingface, Path(directory), roots=self.places.data)
+            try:
+                await self._outside.answer(partial(begin, chunk.module), "its file system")
+            except SilentError as error:
+                raise UnfitError("model.init_from", directory, str(error)) from error
             await self._on_torch(chunk.begin_with_parameters)
-
-    async def _begun_from(self, directory: str, load: Callable[[], None]) -> None:
-        """Fill a chunk that nobody else has yet, from files that may never be read."""
-        try:
-            await self._outside.answer(load, "its file system")
-        except SilentError as error:
-            raise UnfitError("model.init_from", directory, str(error)) from error
 
     async def _saved(self, assign: Assign, job: JobSpec, manifest: ManifestReply) -> dict[int, _Saved]:
         """State that all chunks from the checkpoint need of it, by walker; of each walker, every file is read once."""
