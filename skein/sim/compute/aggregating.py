@@ -229,9 +229,6 @@ class AggregatingExecutor(NumericExecutor):
             self._rule.on_membership(walker, before=num_saved, after=after, me=chunk.walker)
         return HeldStage(walker, given.trajectory)
 
-    def _reached(self, stage: StageIndex, lineage: str) -> None:
-        self._model.hold(lineage, self.worker, self.chunks[stage].stage, self._walkers[stage])
-
     def _update(self, op: ApplyOp) -> OpOutcome:
         outcome = super()._update(op)
         for key in self._exchanges.committed(op.record.step):
@@ -337,6 +334,7 @@ class AggregatingExecutor(NumericExecutor):
         after_lineage = lineage_after(chunk.lineage, record)
         trajectory = self._model.moved(after_lineage, me, held.trajectory)
         self._walkers[stage] = HeldStage(held.walker, trajectory)
+        self._model.hold(after_lineage, self.worker, chunk.stage, self._walkers[stage])
         return arrays_of(self._walkers[stage].walker.params)
 
     def _finished(self, stage: StageIndex, record: StepRecord, *, beside: bool) -> Walker | None:

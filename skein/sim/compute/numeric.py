@@ -150,10 +150,6 @@ class NumericExecutor(SimExecutor, ABC):
     def _updated(self, stage: StageIndex, op: ApplyOp) -> dict[str, F64]:
         """The parameters of a chunk after an update."""
 
-    @abstractmethod
-    def _reached(self, stage: StageIndex, lineage: str) -> None:
-        """A chunk is at the next version."""
-
     # --- tensors ---
 
     def _values(self, key: TensorKey) -> F64:
@@ -273,9 +269,7 @@ class NumericExecutor(SimExecutor, ABC):
     def _update(self, op: ApplyOp) -> OpOutcome:
         after = {stage: self._updated(stage, op) for stage in self.chunks}
         outcome = super()._carry_out(op)
-        for stage, chunk in self.chunks.items():
-            self._params[stage] = after[stage]
-            self._reached(stage, chunk.lineage)
+        self._params |= after
         if op.keeps_step:
             return outcome
         self._results.clear()
