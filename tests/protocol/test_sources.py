@@ -7,10 +7,9 @@ import pytest
 from skein.config.job import BackupSpec
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.plan import Plan
-from skein.protocol.coordinator.runs.placing.averaging import Averaging, averaging_of
 from skein.protocol.coordinator.runs.placing.sources import Sources, assignments, choose_sources
-from skein.protocol.log.history import History, JobHistory
-from skein.protocol.log.records import CheckpointCommitted, JobSubmitted
+from skein.protocol.log.history import JobHistory
+from skein.protocol.log.records import CheckpointCommitted
 from skein.protocol.messages.directives import ChunkVersion, GroupResult, SourceKind
 from skein.protocol.messages.reports import Ack
 from skein.types import (
@@ -51,9 +50,11 @@ def sources(
     version: int,
     saved: CheckpointCommitted | None = None,
     plan: Plan = PLAN,
-    averaging: Averaging | None = None,
+    job: JobHistory | None = None,
 ) -> Sources:
-    return choose_sources(plan, acks(held), version=Step(version), checkpoint=saved, averaging=averaging)
+    return choose_sources(
+        plan, acks(held), version=Step(version), checkpoint=saved, job=job or averaging(False)
+    )
 
 
 def kinds(found: Sources) -> dict[str, SourceKind]:
@@ -177,7 +178,12 @@ MODEL = LlamaModel(
 )
 
 
-def average(*, norms: dict[int, float] | None = None, made: dict[int, int] | None = None) -> Averaging:
+def averaging(is_allowed: bool) -> JobHistory:
+    spec = small_job().model_copy(update={"model": MODEL, "backup": BackupSpec(neighbour_average=is_allowed)})
+    return JobHistory(job=JOB, key="k", spec=spec, submitted_wall_s=0.0)
+
+
+def average(*, norms: dict[int, float] | None = None, made: dict[int, int] | None = None) -> JobHistory:
     """Of the last step: squared norms of summed gradients over half a token each."""
     results = tuple(
         GroupResult(
@@ -190,11 +196,10 @@ def average(*, norms: dict[int, float] | None = None, made: dict[int, int] | Non
         )
         for stage, norm in (norms or {}).items()
     )
-    return Averaging(
-        is_allowed=True,
-        model=MODEL,
+    return replace(
+        averaging(True),
         last_commit=replace(record(2), results=results),
-        made={EQUAL[stage]: Step(version) for stage, version in (made or {}).items()},
+        averaged={EQUAL[stage]: Step(version) for stage, version in (made or {}).items()},
     )
 
 
@@ -203,16 +208,14 @@ def without(*lost: int, version: int = 3) -> dict[str, list[tuple[StageSpec, int
     return {f"w{stage.index}{x}": [(stage, version)] for stage in kept for x in "ab"}
 
 
-def averaged(
-    lost: tuple[int, ...], *, saved: int | None = None, averaging: Averaging | None = None
-) -> Sources:
+def averaged(lost: tuple[int, ...], *, saved: int | None = None, job: JobHistory | None = None) -> Sources:
     kept = None if saved is None else checkpoint(JOB, saved, num_stages=5)
     return sources(
         without(*lost),
         version=3,
         saved=kept,
         plan=DEEP,
-        averaging=averaging or average(norms={1: 1.0, 3: 3.0}),
+        job=job or average(norms={1: 1.0, 3: 3.0}),
     )
 
 
@@ -246,13 +249,13 @@ def test_ends_and_neighbours_of_each_other_are_not_averaged(lost: tuple[int, ...
 def test_stages_that_are_not_alike_are_not_averaged() -> None:
     cut = (*EQUAL[:3], replace(EQUAL[3], stop=8), replace(EQUAL[4], first=8))
     held = {f"w{stage.index}a": [(stage, 3)] for stage in cut if stage.index != 2}
-    found = sources(held, version=3, plan=replace(DEEP, stages=cut), averaging=average())
+    found = sources(held, version=3, plan=replace(DEEP, stages=cut), job=average())
     assert (found.version, found.averaged) == (0, ())
 
 
 @pytest.mark.parametrize("norms", [{}, {1: 1.0}, {1: 1.0, 3: 0.0}, {1: 1.0, 3: float("inf")}])
 def test_where_a_norm_is_unknown_both_neighbours_count_the_same(norms: dict[int, float]) -> None:
-    source = averaged((2,), averaging=average(norms=norms)).by_chunk[chunk(2, "w2a")]
+    source = averaged((2,), job=average(norms=norms)).by_chunk[chunk(2, "w2a")]
     assert [neighbour.weight for neighbour in source.neighbours] == [1.0, 1.0]
 
 
@@ -272,7 +275,7 @@ def test_what_is_as_new_goes_before_an_average_and_what_is_older_after(
         copy = tuple(ChunkVersion(stage=stage, version=Step(version)) for stage in EQUAL)
         said[WorkerId("w0a")] = replace(said[WorkerId("w0a")], backups=copy)
     saved = checkpoint(JOB, version, num_stages=5) if where == "saved" else None
-    found = choose_sources(DEEP, said, version=Step(3), checkpoint=saved, averaging=average())
+    found = choose_sources(DEEP, said, version=Step(3), checkpoint=saved, job=average())
     assert found.version == 3
     assert found.by_chunk[chunk(2, "w2a")].kind is expected
 
@@ -281,16 +284,16 @@ def test_a_job_that_does_not_allow_it_goes_back_to_the_newer_of_backup_and_check
     held = acks(without(2))
     copy = tuple(ChunkVersion(stage=stage, version=Step(1)) for stage in EQUAL)
     held[WorkerId("w0a")] = replace(held[WorkerId("w0a")], backups=copy)
-    never = replace(average(), is_allowed=False)
+    never = averaging(False)
     saved = checkpoint(JOB, 2, num_stages=5)
-    assert choose_sources(DEEP, held, version=Step(3), checkpoint=None, averaging=never).version == 1
-    assert choose_sources(DEEP, held, version=Step(3), checkpoint=saved, averaging=never).version == 2
+    assert choose_sources(DEEP, held, version=Step(3), checkpoint=None, job=never).version == 1
+    assert choose_sources(DEEP, held, version=Step(3), checkpoint=saved, job=never).version == 2
 
 
 def test_a_peer_is_asked_anew_for_a_version_that_was_averaged() -> None:
     held = {**without(2), "w2a": [(EQUAL[2], 3)]}
     for version, expected in ((3, True), (2, False)):
-        found = sources(held, version=3, plan=DEEP, averaging=average(made={2: version}))
+        found = sources(held, version=3, plan=DEEP, job=average(made={2: version}))
         assert found.by_chunk[chunk(2, "w2b")].was_averaged is expected
         assert found.by_chunk[chunk(2, "w2b")].kind is SourceKind.PEER
 
@@ -301,16 +304,7 @@ def test_copies_at_a_version_that_was_averaged_do_not_count_for_some_may_be_of_b
         copies = tuple(ChunkVersion(stage=stage, version=Step(version)) for stage in EQUAL)
         held[WorkerId(worker)] = replace(held[WorkerId(worker)], backups=copies)
     again = average(made={2: 3})
-    found = choose_sources(DEEP, held, version=Step(3), checkpoint=None, averaging=again)
+    found = choose_sources(DEEP, held, version=Step(3), checkpoint=None, job=again)
     assert (found.version, found.averaged) == (3, (EQUAL[2],))
-    never = replace(again, is_allowed=False)
-    assert choose_sources(DEEP, held, version=Step(3), checkpoint=None, averaging=never).version == 2
-
-
-def test_what_a_job_allows_comes_from_its_specification_and_its_log() -> None:
-    history = History()
-    spec = small_job().model_copy(update={"backup": BackupSpec(neighbour_average=True)})
-    history.apply(JobSubmitted(job=JOB, key="k", spec=spec.canonical_json(), wall_s=0.0))
-    allowed = averaging_of(history.jobs[JOB])
-    assert (allowed.is_allowed, allowed.last_commit, allowed.model) == (True, None, spec.model)
-    assert not averaging_of(JobHistory(job=JOB, key="k", spec=small_job(), submitted_wall_s=0.0)).is_allowed
+    never = replace(again, spec=averaging(False).spec)
+    assert choose_sources(DEEP, held, version=Step(3), checkpoint=None, job=never).version == 2

@@ -8,7 +8,7 @@ Rules of this file
 - Copies that are not made as often as the job asks are told of, once for each reason.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import ceil
 
 from skein.plan.load import stage_loads
@@ -17,7 +17,7 @@ from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.directives import Prefetch, Snapshot
-from skein.protocol.messages.reports import Ack, Prefetched
+from skein.protocol.messages.reports import Prefetched
 from skein.topology.fleet import Link
 from skein.types import StageIndex, StageSpec, Step, WorkerId
 
@@ -140,29 +140,6 @@ class Backups(RunPart):
             self._missing.clear()
             self._whole = min(self._whole, self._job.version)
             self._asked = Step(0)
-
-
-def newest_whole(
-    stages: Iterable[StageSpec],
-    acks: Mapping[WorkerId, Ack],
-    *,
-    at_most: Step,
-    averaged: Collection[Step] = (),
-) -> tuple[Step, dict[StageSpec, tuple[WorkerId, ...]]]:
-    """The newest version, not above `at_most`, of which somebody has each stage, chunk or copy; and who; 0: none.
-
-    At versions that are `averaged`, a stage may be held as it was before and as it is since, so they do not count.
-    """
-    who: dict[tuple[Step, StageSpec], list[WorkerId]] = {}
-    for worker in sorted(acks):
-        for held in (*acks[worker].chunks, *acks[worker].backups):
-            if 0 < held.version <= at_most and held.version not in averaged:
-                who.setdefault((held.version, held.stage), []).append(worker)
-    wanted = tuple(stages)
-    for version in sorted({version for version, _ in who}, reverse=True):
-        if all((version, stage) in who for stage in wanted):
-            return version, {stage: tuple(dict.fromkeys(who[version, stage])) for stage in wanted}
-    return Step(0), {}
 
 
 def _keepers(plan: Plan, candidates: list[Entry]) -> dict[StageIndex, WorkerId]:

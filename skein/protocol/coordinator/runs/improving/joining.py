@@ -13,7 +13,7 @@ Rules of this file
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from skein.plan.plan import Plan
@@ -22,7 +22,7 @@ from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.membership.membership import Lost
 from skein.protocol.messages.directives import Follow, OpenData, Prefetch, Snapshot, StepRecord
 from skein.protocol.messages.reports import DataOpened, Prefetched
-from skein.types import ChunkRef, StageIndex, StageSpec, Step, WorkerId
+from skein.types import StageIndex, StageSpec, Step, WorkerId
 
 PATIENCE_S = 600.0
 """A plan whose copies are not here after so long is given up: something keeps them from coming."""
@@ -190,9 +190,8 @@ class Joining(RunPart):
 def _to_fetch(present: Plan, coming: Plan) -> Iterator[tuple[WorkerId, StageSpec]]:
     """Chunks of the coming plan that their worker does not hold, and somebody else does."""
     held = {x.chunk for x in present.chunks}
-    cut: Mapping[StageIndex, StageSpec] = {stage.index: stage for stage in present.stages}
     stages = {stage.index: stage for stage in coming.stages}
     for x in coming.chunks:
         stage = stages[x.chunk.stage]
-        if cut.get(stage.index) == stage and ChunkRef(stage=stage.index, worker=x.chunk.worker) not in held:
+        if stage in present.stages and x.chunk not in held:
             yield x.chunk.worker, stage

@@ -8,65 +8,45 @@ learning rate after a loss: a step has one learning rate for all stages, and it 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 
-from skein.model.layers import AnyModel
 from skein.model.neighbours import counterparts
 from skein.protocol.log.history import JobHistory
 from skein.protocol.messages.directives import StepRecord
-from skein.types import Own, StageIndex, StageSpec, Step
+from skein.types import Own, StageIndex, StageSpec
 
 Beside = tuple[tuple[StageSpec, float], tuple[StageSpec, float]]
 """The stages before and after a lost one, each with its weight."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Averaging:
-    """Averages that a job allows, and those in its log; `made` has the version at which a stage was last made."""
+def besides(
+    job: JobHistory, stages: Sequence[StageSpec], held: Collection[StageSpec]
+) -> Mapping[StageSpec, Beside]:
+    """Neighbours that each stage is made of that is not `held`; empty if one of those stages cannot be made so.
 
-    is_allowed: bool
-    model: AnyModel
-    last_commit: StepRecord | None
-    made: Mapping[StageSpec, Step]
-
-    def besides(self, stages: Sequence[StageSpec], held: Collection[StageSpec]) -> Mapping[StageSpec, Beside]:
-        """Neighbours that each stage is made of that is not `held`; empty if one of those stages cannot be made so.
-
-        Args:
-            stages: all of the model, in order.
-            held: those of them that some worker has.
-        """
-        if not self.is_allowed:
+    Args:
+        job: allows averages or not; its last step tells what neighbours weigh.
+        stages: all of the model, in order.
+        held: those of them that some worker has.
+    """
+    if not job.spec.backup.neighbour_average:
+        return {}
+    lost = [at for at, stage in enumerate(stages) if stage not in held]
+    found: dict[StageSpec, Beside] = {}
+    for at in lost:
+        beside = (*stages[at - 1 : at], *stages[at + 1 : at + 2])
+        are_alike = (x in held and counterparts(job.spec.model, stages[at], x) is not None for x in beside)
+        if len(beside) < 2 or not all(are_alike):
             return {}
-        lost = [at for at, stage in enumerate(stages) if stage not in held]
-        found: dict[StageSpec, Beside] = {}
-        for at in lost:
-            beside = (*stages[at - 1 : at], *stages[at + 1 : at + 2])
-            if len(beside) < 2 or not all(self._is_like(stages[at], other, held) for other in beside):
-                return {}
-            before, after = beside
-            weights = (
-                own_squared_norm(self.last_commit, before.index),
-                own_squared_norm(self.last_commit, after.index),
-            )
-            if not all(0.0 < weight < inf for weight in weights):
-                weights = 1.0, 1.0  # Nothing is known of one of them: both count the same.
-            found[stages[at]] = (before, weights[0]), (after, weights[1])
-        return found
-
-    def _is_like(self, lost: StageSpec, other: StageSpec, held: Collection[StageSpec]) -> bool:
-        return other in held and counterparts(self.model, lost, other) is not None
-
-
-def averaging_of(job: JobHistory) -> Averaging:
-    """Averages that this job allows, by its specification and its log."""
-    return Averaging(
-        is_allowed=job.spec.backup.neighbour_average,
-        model=job.spec.model,
-        last_commit=job.last_commit,
-        made=job.averaged,
-    )
+        before, after = beside
+        weights = (
+            own_squared_norm(job.last_commit, before.index),
+            own_squared_norm(job.last_commit, after.index),
+        )
+        if not all(0.0 < weight < inf for weight in weights):
+            weights = 1.0, 1.0  # Nothing is known of one of them: both count the same.
+        found[stages[at]] = (before, weights[0]), (after, weights[1])
+    return found
 
 
 def own_squared_norm(record: StepRecord | None, stage: StageIndex) -> float:

@@ -10,7 +10,6 @@ from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.ending import rewind_of
 from skein.protocol.coordinator.runs.part import RunPart
-from skein.protocol.coordinator.runs.placing.averaging import averaging_of
 from skein.protocol.coordinator.runs.placing.planning import held_plan
 from skein.protocol.coordinator.runs.placing.sources import Sources, choose_sources
 from skein.protocol.coordinator.runs.placing.walking import held_walkers, walker_sources
@@ -84,4 +83,4 @@ class Holdings(RunPart):
         if job.spec.aggregation.walkers.are_lines:
             before, given = self._walked(), self._changed()
             return walker_sources(plan, before, acks, version=version, checkpoint=checkpoint, given=given)
-        return choose_sources(plan, acks, version=version, checkpoint=checkpoint, averaging=averaging_of(job))
+        return choose_sources(plan, acks, version=version, checkpoint=checkpoint, job=job)

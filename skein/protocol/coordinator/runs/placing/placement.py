@@ -13,7 +13,6 @@ from skein.plan.plan import ChunkPlan, Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
 from skein.protocol.coordinator.runs.ending import LEARNING_RATE_RATIO, rewind_of
 from skein.protocol.coordinator.runs.part import RunPart
-from skein.protocol.coordinator.runs.placing.averaging import averaging_of
 from skein.protocol.coordinator.runs.placing.holdings import Holdings
 from skein.protocol.coordinator.runs.placing.planning import (
     fleet_of,
@@ -217,7 +216,7 @@ class Placement(RunPart):
             self._members.acks,
             version=self._job.version,
             checkpoint=None,
-            averaging=averaging_of(self._job),
+            job=self._job,
         )
         self._adopt(resumed.plan, sources, resumed.resumptions)
         return resumed.plan

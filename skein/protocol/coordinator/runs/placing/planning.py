@@ -8,6 +8,7 @@ from skein.config.job import ParallelSpec
 from skein.plan.changing.clauses import About, parse_clauses
 from skein.plan.check import misplaced_stages, violations
 from skein.plan.plan import ChunkPlan, Plan
+from skein.protocol.coordinator.runs.placing.sources import holders_by_stage
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.log.history import JobHistory
 from skein.protocol.membership.membership import Entry
@@ -47,12 +48,12 @@ def recorded_plan(job: JobHistory, fleet: Fleet) -> Plan | None:
 
 def held_plan(acks: Mapping[WorkerId, Ack], *, version: Step, parallel: ParallelSpec) -> Plan | None:
     """Chunks that members hold at `version`, as a plan without paths; None if a stage is missing or no cut has it."""
-    held = {(c.stage, w) for w, ack in acks.items() for c in ack.chunks if c.version == version}
-    stages = tuple(sorted({stage for stage, _ in held}, key=lambda stage: stage.index))
+    held = holders_by_stage(acks, version)
+    stages = tuple(sorted(held, key=lambda stage: stage.index))
     # A worker may say that it holds layers 3 to 0.
     if len(stages) != parallel.stages + parallel.layout.num_head_stages or any(misplaced_stages(stages)):
         return None
-    chunks = sorted(ChunkRef(stage=stage.index, worker=worker) for stage, worker in held)
+    chunks = sorted(ChunkRef(stage=stage.index, worker=w) for stage, holders in held.items() for w in holders)
     return Plan(
         layout=parallel.layout,
         stages=stages,

@@ -17,6 +17,7 @@ from skein.plan.changing.reroute import rerouted, usable
 from skein.plan.changing.unfinished import Contribution, Need, Rest, rest_of
 from skein.plan.ops import Direction, path_ops
 from skein.plan.plan import Path, Plan
+from skein.protocol.coordinator.runs.placing.sources import holders_by_stage
 from skein.protocol.messages.directives import ChunkProgress, Origin, ResumedChunk, Resumption
 from skein.protocol.messages.reports import Ack
 from skein.protocol.messages.tensors import HopTensor, Phase
@@ -97,16 +98,9 @@ def resume(
 
 def _holders(plan: Plan, acks: Mapping[WorkerId, Ack], version: Step) -> frozenset[ChunkRef]:
     """The plan's chunks that are alive, as the plan cuts the stages, at this version."""
-    held = {
-        (worker, chunk.stage)
-        for worker, ack in acks.items()
-        for chunk in ack.chunks
-        if chunk.version == version
-    }
-    stages = {stage.index: stage for stage in plan.stages}
-    return frozenset(
-        usable(plan, [x.chunk for x in plan.chunks if (x.chunk.worker, stages[x.chunk.stage]) in held])
-    )
+    held, stages = holders_by_stage(acks, version), {stage.index: stage for stage in plan.stages}
+    chunks = (x.chunk for x in plan.chunks)
+    return frozenset(usable(plan, [x for x in chunks if x.worker in held.get(stages[x.stage], ())]))
 
 
 def _progress(holders: frozenset[ChunkRef], acks: Mapping[WorkerId, Ack]) -> dict[ChunkRef, ChunkProgress]:

@@ -1,12 +1,12 @@
 """Sources of each chunk's state when a plan is put into place, and what each worker is told."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from skein.plan.plan import Path, Plan
-from skein.protocol.coordinator.runs.improving.backups import newest_whole
-from skein.protocol.coordinator.runs.placing.averaging import Averaging, Beside
+from skein.protocol.coordinator.runs.placing.averaging import Beside, besides
+from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import CheckpointCommitted
 from skein.protocol.messages.directives import (
     Assign,
@@ -43,27 +43,26 @@ def choose_sources(
     *,
     version: Step,
     checkpoint: CheckpointCommitted | None,
-    averaging: Averaging | None = None,
+    job: JobHistory,
 ) -> Sources:
     """Sources at `version` if each stage is held at it, else at the newest version that can be had.
 
     That is one of which every stage has a copy in somebody's memory, or the newest checkpoint, or what the seed draws.
-    If that is older than `version`, lost stages are made of their neighbours instead, where `averaging` allows it.
+    If that is older than `version`, lost stages are made of their neighbours instead, where the job allows it.
     A chunk stays where it is; otherwise a peer gives it, donors taking turns; a checkpoint is read last.
     """
-    held = _holders(acks, version)
+    held: Mapping[StageSpec, Sequence[WorkerId]] = holders_by_stage(acks, version)
     unheld = tuple(stage for stage in plan.stages if stage not in held) if version > 0 else ()
-    besides: Mapping[StageSpec, Beside] = {}
+    near: Mapping[StageSpec, Beside] = {}
     if unheld:
-        averaged = () if averaging is None else averaging.made.values()
-        backup, kept = newest_whole(plan.stages, acks, at_most=version, averaged=averaged)
+        backup, kept = newest_whole(plan.stages, acks, at_most=version, averaged=job.averaged.values())
         saved = Step(0) if checkpoint is None else checkpoint.version
-        if averaging is not None and max(backup, saved) < version:
-            besides = averaging.besides(plan.stages, held)
-        if not besides and backup > saved:
-            version, held = backup, {stage: list(workers) for stage, workers in kept.items()}
-        elif not besides:
-            version, held = saved, _holders(acks, saved)
+        if max(backup, saved) < version:
+            near = besides(job, plan.stages, held)
+        if not near and backup > saved:
+            version, held = backup, kept
+        elif not near:
+            version, held = saved, holders_by_stage(acks, saved)
     num_given: dict[WorkerId, int] = {}
     by_chunk: dict[ChunkRef, StateSource] = {}
 
@@ -85,31 +84,54 @@ def choose_sources(
                 kind=SourceKind.PEER,
                 version=version,
                 peer=donor_of(stage),
-                was_averaged=averaging is not None and averaging.made.get(stage) == version,
+                was_averaged=job.averaged.get(stage) == version,
             )
-        elif stage in besides:
+        elif stage in near:
             by_chunk[placed.chunk] = StateSource(
                 kind=SourceKind.NEIGHBOURS,
                 version=version,
                 neighbours=tuple(
                     Neighbour(stage=beside, peer=donor_of(beside), weight=weight)
-                    for beside, weight in besides[stage]
+                    for beside, weight in near[stage]
                 ),
             )
         else:
             assert checkpoint is not None and checkpoint.version == version
             source = StateSource(kind=SourceKind.CHECKPOINT, version=version, url=checkpoint.url)
             by_chunk[placed.chunk] = source
-    return Sources(version=version, by_chunk=by_chunk, unheld=unheld, averaged=tuple(besides))
+    return Sources(version=version, by_chunk=by_chunk, unheld=unheld, averaged=tuple(near))
 
 
-def _holders(acks: Mapping[WorkerId, Ack], version: Step) -> dict[StageSpec, list[WorkerId]]:
+def holders_by_stage(acks: Mapping[WorkerId, Ack], version: Step) -> dict[StageSpec, list[WorkerId]]:
+    """Workers that have each stage at `version`, sorted, as far as any has."""
     held: dict[StageSpec, list[WorkerId]] = {}
     for worker in sorted(acks):
-        for chunk in acks[worker].chunks:
-            if chunk.version == version:
-                held.setdefault(chunk.stage, []).append(worker)
+        for stage in dict.fromkeys(chunk.stage for chunk in acks[worker].chunks if chunk.version == version):
+            held.setdefault(stage, []).append(worker)
     return held
+
+
+def newest_whole(
+    stages: Iterable[StageSpec],
+    acks: Mapping[WorkerId, Ack],
+    *,
+    at_most: Step,
+    averaged: Collection[Step] = (),
+) -> tuple[Step, dict[StageSpec, tuple[WorkerId, ...]]]:
+    """The newest version, not above `at_most`, of which somebody has each stage, chunk or copy; and who; 0: none.
+
+    At versions that are `averaged`, a stage may be held as it was before and as it is since, so they do not count.
+    """
+    who: dict[tuple[Step, StageSpec], list[WorkerId]] = {}
+    for worker in sorted(acks):
+        for held in (*acks[worker].chunks, *acks[worker].backups):
+            if 0 < held.version <= at_most and held.version not in averaged:
+                who.setdefault((held.version, held.stage), []).append(worker)
+    wanted = tuple(stages)
+    for version in sorted({version for version, _ in who}, reverse=True):
+        if all((version, stage) in who for stage in wanted):
+            return version, {stage: tuple(dict.fromkeys(who[version, stage])) for stage in wanted}
+    return Step(0), {}
 
 
 def assignments(

@@ -14,11 +14,11 @@ from dataclasses import replace
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.changing.clauses import parse_clauses
 from skein.plan.plan import ChunkPlan, Plan
-from skein.protocol.coordinator.runs.placing.sources import Sources
+from skein.protocol.coordinator.runs.placing.sources import Sources, holders_by_stage
 from skein.protocol.log.records import CheckpointCommitted
 from skein.protocol.messages.directives import SourceKind, StateSource
 from skein.protocol.messages.reports import Ack
-from skein.types import ChunkRef, StageSpec, Step, WorkerId
+from skein.types import ChunkRef, Step, WorkerId
 
 Walker = tuple[ChunkRef, ...]
 
@@ -42,7 +42,7 @@ def walker_sources(
         checkpoint: the newest.
         given: chunks that plans since then have given somebody, who may have them by now.
     """
-    held = _held(acks, version)
+    held = holders_by_stage(acks, version)
     is_same_cut = before is not None and before.stages == plan.stages
     earlier = whole_walkers(before, acks, version=version, given=given) if before is not None else []
     earlier = earlier if is_same_cut else []
@@ -53,7 +53,7 @@ def walker_sources(
     if earlier:
         by_chunk = _copied(wanted, earlier, version)
         return Sources(version=version, by_chunk=by_chunk, unheld=(), walkers=numbers)
-    unheld = tuple(x for x in plan.stages if not any((x, worker) in held for worker in acks)) or plan.stages
+    unheld = tuple(x for x in plan.stages if x not in held) or plan.stages
     saved = Step(0) if checkpoint is None else checkpoint.version
     if checkpoint is None:
         source = StateSource(kind=SourceKind.INITIAL, version=saved)
@@ -67,11 +67,11 @@ def whole_walkers(
     before: Plan, acks: Mapping[WorkerId, Ack], *, version: Step, given: Collection[ChunkRef] = ()
 ) -> list[Walker]:
     """Walkers of `before` of which every chunk is here at `version`, and nobody has given it anything since."""
-    held, stages = _held(acks, version), {stage.index: stage for stage in before.stages}
+    held, stages = holders_by_stage(acks, version), {stage.index: stage for stage in before.stages}
     return [
         walker
         for walker in walkers_of(before)
-        if all((stages[x.stage], x.worker) in held and x not in given for x in walker)
+        if all(x.worker in held.get(stages[x.stage], ()) and x not in given for x in walker)
     ]
 
 
@@ -95,11 +95,6 @@ def held_walkers(
         groups=(),
         reason=parse_clauses("held"),
     )
-
-
-def _held(acks: Mapping[WorkerId, Ack], version: Step) -> set[tuple[StageSpec, WorkerId]]:
-    told = ((chunk, worker) for worker, ack in acks.items() for chunk in ack.chunks)
-    return {(chunk.stage, worker) for chunk, worker in told if chunk.version == version}
 
 
 def _all(walkers: Iterable[Walker], source: StateSource, version: Step) -> Sources:
