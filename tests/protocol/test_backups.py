@@ -8,7 +8,7 @@ from skein.protocol.coordinator.runs.improving.backups import Backups
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import JobSubmitted
-from skein.protocol.membership.membership import Entry, HelloHeard, Membership
+from skein.protocol.membership.membership import Entry, Membership
 from skein.protocol.messages.reports import Prefetched
 from skein.topology.fleet import Link
 from skein.types import JobId, Step, WorkerId
@@ -31,7 +31,7 @@ class Copying:
         self.job: JobHistory = self.outbox.history.jobs[JOB]
         membership = Membership()
         for worker in workers:
-            membership.handle(HelloHeard(hello=hello(worker)), now=0.0)
+            membership.handle(hello(worker), now=0.0)
         members = Members(self.job, membership, self.outbox)
         members.open_generation("test", now=0.0)
         self.entries: list[Entry] = [membership.live[w] for w in sorted(membership.live)]

@@ -4,15 +4,14 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from skein.protocol.deadline import TimePassed
 from skein.protocol.membership import membership as defaults
 from skein.protocol.membership.membership import (
     Doubted,
     Evicted,
     Heard,
-    HelloHeard,
     IncarnationJoined,
     IsLeaving,
-    LeaseTime,
     LeaveHeard,
     Lost,
     Membership,
@@ -44,7 +43,7 @@ def broke(worker: str, *, incarnation: str | None = None) -> StreamBroke:
 
 def with_one(*, at: float = 0.0) -> Membership:
     machine = membership()
-    machine.handle(HelloHeard(hello=hello("w")), now=at)
+    machine.handle(hello("w"), now=at)
     return machine
 
 
@@ -55,15 +54,15 @@ def lost(changes: list[MembershipChange]) -> list[str]:
 def test_a_hello_joins() -> None:
     machine = membership()
     assert machine.deadline() is None
-    assert machine.handle(HelloHeard(hello=hello("w")), now=1.0) == [IncarnationJoined(worker=W)]
+    assert machine.handle(hello("w"), now=1.0) == [IncarnationJoined(worker=W)]
     assert list(machine.live) == ["w"]
     assert machine.deadline() == 1.0 + LEASE_S
 
 
 def test_silence_beyond_the_lease_is_a_loss_and_not_before() -> None:
     machine = with_one()
-    assert machine.handle(LeaseTime(), now=LEASE_S - 0.001) == []
-    [change] = machine.handle(LeaseTime(), now=LEASE_S)
+    assert machine.handle(TimePassed(), now=LEASE_S - 0.001) == []
+    [change] = machine.handle(TimePassed(), now=LEASE_S)
     assert change == Lost(
         worker=W,
         incarnation=Incarnation("w-1"),
@@ -78,7 +77,7 @@ def test_silence_beyond_the_lease_is_a_loss_and_not_before() -> None:
 def test_any_report_renews_the_lease() -> None:
     machine = with_one()
     machine.handle(heard("w"), now=2.0)
-    assert machine.handle(LeaseTime(), now=4.9) == []
+    assert machine.handle(TimePassed(), now=4.9) == []
     assert machine.deadline() == 5.0
 
 
@@ -86,7 +85,7 @@ def test_a_broken_stream_shortens_the_lease_to_the_grace() -> None:
     machine = with_one()
     machine.handle(broke("w"), now=1.0)
     assert machine.deadline() == 1.0 + GRACE_S
-    [change] = machine.handle(LeaseTime(), now=1.5)
+    [change] = machine.handle(TimePassed(), now=1.5)
     assert isinstance(change, Lost)
     assert change.reason.startswith("stream broke")
 
@@ -101,21 +100,21 @@ def test_what_still_arrives_from_a_broken_stream_renews_nothing() -> None:
     machine = with_one()
     machine.handle(broke("w"), now=1.0)
     machine.handle(heard("w"), now=1.2)
-    assert lost(machine.handle(LeaseTime(), now=1.5)) == ["w"]
+    assert lost(machine.handle(TimePassed(), now=1.5)) == ["w"]
 
 
 def test_the_same_incarnation_may_return_within_the_grace() -> None:
     machine = with_one()
     machine.handle(broke("w"), now=1.0)
-    assert machine.handle(HelloHeard(hello=hello("w")), now=1.4) == [Returned(worker=W)]
-    assert machine.handle(LeaseTime(), now=4.3) == []
+    assert machine.handle(hello("w"), now=1.4) == [Returned(worker=W)]
+    assert machine.handle(TimePassed(), now=4.3) == []
     assert machine.deadline() == 1.4 + LEASE_S
 
 
 def test_who_was_only_silent_joins_again_on_the_stream_it_has() -> None:
     machine = with_one()
     machine.handle(LeaveHeard(worker=W), now=0.1)
-    machine.handle(LeaseTime(), now=LEASE_S)
+    machine.handle(TimePassed(), now=LEASE_S)
     assert machine.handle(heard("w", progress=7), now=5.0) == [
         IncarnationJoined(worker=W),
         IsLeaving(worker=W),
@@ -127,15 +126,15 @@ def test_who_was_only_silent_joins_again_on_the_stream_it_has() -> None:
 
 def test_who_was_silent_and_then_lost_its_stream_must_say_hello() -> None:
     machine = with_one()
-    machine.handle(LeaseTime(), now=LEASE_S)
+    machine.handle(TimePassed(), now=LEASE_S)
     machine.handle(broke("w"), now=4.0)
     assert machine.handle(heard("w"), now=5.0) == []
-    assert machine.handle(HelloHeard(hello=hello("w")), now=6.0) == [IncarnationJoined(worker=W)]
+    assert machine.handle(hello("w"), now=6.0) == [IncarnationJoined(worker=W)]
 
 
 def test_another_protocol_version_is_rejected_with_the_cure() -> None:
     machine = membership()
-    [change] = machine.handle(HelloHeard(hello=hello("w", version=999)), now=0.0)
+    [change] = machine.handle(hello("w", version=999), now=0.0)
     assert isinstance(change, Rejected)
     assert "999" in change.reason
     assert "install the same release" in change.reason
@@ -154,15 +153,15 @@ def test_who_is_leaving_stays_so_through_losses_and_returns() -> None:
     machine = with_one()
     machine.handle(LeaveHeard(worker=W), now=0.0)
     machine.handle(broke("w"), now=0.1)
-    returned = machine.handle(HelloHeard(hello=hello("w")), now=0.2)
+    returned = machine.handle(hello("w"), now=0.2)
     assert returned == [Returned(worker=W), IsLeaving(worker=W)]
     machine.handle(broke("w"), now=0.3)
-    machine.handle(LeaseTime(), now=0.9)
-    assert machine.handle(HelloHeard(hello=hello("w")), now=1.0) == [
+    machine.handle(TimePassed(), now=0.9)
+    assert machine.handle(hello("w"), now=1.0) == [
         IncarnationJoined(worker=W),
         IsLeaving(worker=W),
     ]
-    _, again = machine.handle(HelloHeard(hello=hello("w", "w-2")), now=1.1)
+    _, again = machine.handle(hello("w", "w-2"), now=1.1)
     assert again == IncarnationJoined(worker=W)
     assert not machine.live[W].is_leaving
 
@@ -183,7 +182,7 @@ def test_a_doubted_worker_whose_stream_broke_is_lost_at_once() -> None:
         is_final=False,
     )
     assert machine.deadline() is None
-    assert machine.handle(HelloHeard(hello=hello("w")), now=1.2) == [IncarnationJoined(worker=W)]
+    assert machine.handle(hello("w"), now=1.2) == [IncarnationJoined(worker=W)]
 
 
 def test_a_doubted_worker_that_misses_beats_is_lost_before_its_lease_ends_and_may_speak_again() -> None:
@@ -219,20 +218,20 @@ def test_progress_moves_only_when_the_count_does() -> None:
 def test_those_who_are_late_together_are_lost_in_order() -> None:
     machine = membership()
     for name in ("c", "a", "b"):
-        machine.handle(HelloHeard(hello=hello(name)), now=0.0)
-    assert lost(machine.handle(LeaseTime(), now=LEASE_S + 0.5)) == ["a", "b", "c"]
+        machine.handle(hello(name), now=0.0)
+    assert lost(machine.handle(TimePassed(), now=LEASE_S + 0.5)) == ["a", "b", "c"]
 
 
 def test_time_in_which_nobody_listened_loses_nobody_who_speaks_at_once() -> None:
     machine = membership()
     for name in ("a", "b"):
-        machine.handle(HelloHeard(hello=hello(name)), now=0.0)
-    assert machine.handle(LeaseTime(), now=60.0) == []
+        machine.handle(hello(name), now=0.0)
+    assert machine.handle(TimePassed(), now=60.0) == []
     deadline = machine.deadline()
     assert deadline is not None
     assert 60.0 < deadline < 60.0 + LEASE_S
     machine.handle(heard("a"), now=60.1)
-    assert lost(machine.handle(LeaseTime(), now=deadline)) == ["b"]
+    assert lost(machine.handle(TimePassed(), now=deadline)) == ["b"]
     assert machine.deadline() == 60.1 + LEASE_S
 
 
@@ -262,7 +261,7 @@ class LeasesAgainstAModel(RuleBasedStateMachine):
         until_s = self.now + seconds
         gone: list[str] = []
         while (deadline := self.machine.deadline()) is not None and deadline <= until_s:
-            gone += lost(self.machine.handle(LeaseTime(), now=deadline))
+            gone += lost(self.machine.handle(TimePassed(), now=deadline))
         self.now = until_s
         expired = sorted(name for name, (_, until, _) in self.leases.items() if until <= self.now)
         assert sorted(gone) == expired
@@ -274,7 +273,7 @@ class LeasesAgainstAModel(RuleBasedStateMachine):
     @rule(name=NAMES, turn=TURNS)
     def says_hello(self, name: str, turn: int) -> None:
         incarnation = f"{name}-{turn}"
-        changes = self.machine.handle(HelloHeard(hello=hello(name, incarnation)), now=self.now)
+        changes = self.machine.handle(hello(name, incarnation), now=self.now)
         held = self.leases.get(name)
         if incarnation in self.refused:
             assert [type(change) for change in changes] == [Rejected]
@@ -294,7 +293,7 @@ class LeasesAgainstAModel(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def comes_as_a_stranger(self, name: str) -> None:
-        said = HelloHeard(hello=hello(name, "stranger", secret="another"))
+        said = hello(name, "stranger", secret="another")
         changes = self.machine.handle(said, now=self.now)
         if name in self.leases or "stranger" in self.refused:
             assert [type(change) for change in changes] == [Rejected]
@@ -372,6 +371,6 @@ def test_a_stream_that_flaps_costs_no_memory(num_flaps: int) -> None:
     machine = with_one()
     for flap in range(num_flaps):
         machine.handle(broke("w"), now=0.1 * flap)
-        machine.handle(HelloHeard(hello=hello("w")), now=0.1 * flap + 0.05)
+        machine.handle(hello("w"), now=0.1 * flap + 0.05)
         machine.deadline()
     assert len(machine._leases) < 10

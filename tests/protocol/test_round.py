@@ -8,16 +8,14 @@ import pytest
 
 from skein.plan.agreeing.rounds import plain_groups
 from skein.plan.plan import Plan
-from skein.protocol.messages.directives import Decision, Ledger, StepRecord
+from skein.protocol.messages.directives import Decision, Ledger, Prepare, StepRecord
 from skein.protocol.messages.reports import Vote
 from skein.protocol.rounds.round import (
-    AskReduction,
     LedgerHeard,
     Outvoted,
     Round,
     RoundCommand,
     RoundFailed,
-    StepDecided,
     StepTerms,
     VoteHeard,
 )
@@ -88,8 +86,8 @@ def hear_votes(
 
 def decided(commands: list[RoundCommand]) -> StepRecord:
     [command] = commands
-    assert isinstance(command, StepDecided)
-    return command.record
+    assert isinstance(command, StepRecord)
+    return command
 
 
 def test_a_group_is_reduced_as_soon_as_its_ledgers_are_complete() -> None:
@@ -99,7 +97,7 @@ def test_a_group_is_reduced_as_soon_as_its_ledgers_are_complete() -> None:
     second = stage_done(ledger(1, "w1b", 0, 2), tokens=(1, 1))
     assert machine.handle(LedgerHeard(worker=WorkerId("w1a"), done=first), now=0.0) == []
     [asked] = machine.handle(LedgerHeard(worker=WorkerId("w1b"), done=second), now=0.0)
-    assert isinstance(asked, AskReduction)
+    assert isinstance(asked, Prepare)
     assert str(asked.group.group) == "s1"
     assert asked.parts == (first.ledger, second.ledger)
     assert (asked.attempt.epoch, asked.attempt.generation, asked.attempt.number) == (1, 1, 0)
@@ -112,7 +110,7 @@ def test_a_tied_group_waits_for_both_ends() -> None:
     for stage in (0, 1, 2):
         done = stage_done(ledger(stage, f"w{stage}a", 0, 1), tokens=(1, 1) if stage == 2 else ())
         asked.append(machine.handle(LedgerHeard(worker=WorkerId(f"w{stage}a"), done=done), now=0.0))
-    names = [[str(c.group.group) for c in commands if isinstance(c, AskReduction)] for commands in asked]
+    names = [[str(c.group.group) for c in commands if isinstance(c, Prepare)] for commands in asked]
     assert names == [["s0"], ["s1"], ["s2", "tied"]]
 
 
@@ -341,7 +339,7 @@ def test_holders_who_disagree_reduce_once_more() -> None:
     machine = round_of(plan)
     hear_ledgers(machine, plan)
     [again] = hear_votes(machine, plan, digests=("this", "that"))
-    assert isinstance(again, AskReduction)
+    assert isinstance(again, Prepare)
     assert again.attempt.number == 1
     assert decided(hear_votes(machine, plan, number=1)).results[0].attempt.number == 1
 
@@ -365,7 +363,7 @@ def test_holders_of_whom_no_most_agree_twice_fail_the_round_and_all_are_blamed(
     machine = round_of(plan)
     hear_ledgers(machine, plan)
     [again] = hear_votes(machine, plan, digests=digests)
-    assert isinstance(again, AskReduction)
+    assert isinstance(again, Prepare)
     [failed] = hear_votes(machine, plan, number=1, digests=digests)
     assert isinstance(failed, RoundFailed)
     assert failed.blamed == plan.groups[0].workers
@@ -408,7 +406,7 @@ def test_of_two_holders_who_disagree_on_more_than_the_digest_neither_is_believed
     hear_ledgers(machine, plan)
     machine.handle(VoteHeard(worker=WorkerId("w0a"), vote=OTHER), now=0.0)
     [again] = machine.handle(VoteHeard(worker=WorkerId("w0b"), vote=lie), now=0.0)
-    assert isinstance(again, AskReduction)
+    assert isinstance(again, Prepare)
     assert again.attempt.number == 1
 
 

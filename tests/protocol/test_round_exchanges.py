@@ -9,15 +9,13 @@ from skein.config.rule import Reach
 from skein.plan.agreeing.exchange import Neighbours
 from skein.plan.agreeing.rounds import local_group, step_groups
 from skein.plan.plan import Plan
-from skein.protocol.messages.directives import Decision, StepRecord
+from skein.protocol.messages.directives import Decision, Prepare, StepRecord
 from skein.protocol.rounds.round import (
-    AskReduction,
     LedgerHeard,
     Outvoted,
     Round,
     RoundCommand,
     RoundFailed,
-    StepDecided,
     StepTerms,
     VoteHeard,
 )
@@ -58,13 +56,13 @@ def round_of(plan: Plan, rule: AggregationSpec, *, step: int = 5, clip_norm: flo
     )
 
 
-def compute(machine: Round, plan: Plan, *, tokens: tuple[int, ...], step: int = 5) -> list[AskReduction]:
+def compute(machine: Round, plan: Plan, *, tokens: tuple[int, ...], step: int = 5) -> list[Prepare]:
     """All ledgers of a plan of one stage; what was asked for then."""
-    asked: list[AskReduction] = []
+    asked: list[Prepare] = []
     for index, (at, ids) in enumerate(plan.microbatches_by_chunk().items()):
         done = stage_done(ledger(0, at.worker, *ids), step=step, loss_sum=1.0, tokens=(tokens[index],))
         for command in machine.handle(LedgerHeard(worker=at.worker, done=done), now=0.0):
-            assert isinstance(command, AskReduction)
+            assert isinstance(command, Prepare)
             asked.append(command)
     return asked
 
@@ -108,16 +106,16 @@ def vote_exchange(
     return commands
 
 
-def asked_for(commands: list[RoundCommand]) -> AskReduction:
+def asked_for(commands: list[RoundCommand]) -> Prepare:
     [command] = commands
-    assert isinstance(command, AskReduction)
+    assert isinstance(command, Prepare)
     return command
 
 
 def decided(commands: list[RoundCommand]) -> StepRecord:
     [command] = commands
-    assert isinstance(command, StepDecided)
-    return command.record
+    assert isinstance(command, StepRecord)
+    return command
 
 
 def test_every_chunk_reduces_alone_before_the_exchange_is_asked_for() -> None:
@@ -330,4 +328,4 @@ def test_an_exchange_waits_for_the_reductions_of_all_stages() -> None:
         cast = vote(local_group(member).group, step=5)
         later.append(machine.handle(VoteHeard(worker=member.worker, vote=cast), now=0.0))
     assert later[:-1] == [[], [], []]
-    assert [str(x.group.group) for x in later[-1] if isinstance(x, AskReduction)] == ["x0", "x1"]
+    assert [str(x.group.group) for x in later[-1] if isinstance(x, Prepare)] == ["x0", "x1"]

@@ -7,18 +7,9 @@ from skein.config.rule import Reach
 from skein.plan.agreeing.quorum import NUM_PROVEN, Quorum
 from skein.plan.agreeing.rounds import local_group, step_groups
 from skein.plan.plan import Plan
-from skein.protocol.messages.directives import Decision, StepRecord
-from skein.protocol.rounds.round import (
-    AskReduction,
-    GraceOver,
-    LedgerHeard,
-    Patience,
-    Round,
-    RoundCommand,
-    StepDecided,
-    StepTerms,
-    VoteHeard,
-)
+from skein.protocol.deadline import TimePassed
+from skein.protocol.messages.directives import Decision, Prepare, StepRecord
+from skein.protocol.rounds.round import LedgerHeard, Patience, Round, RoundCommand, StepTerms, VoteHeard
 from skein.types import ChunkRef, Epoch, Generation, Step
 from tests.support.plans import chunk, path, plan_of
 from tests.support.reports import ledger, stage_done, vote
@@ -65,15 +56,15 @@ def arrive(machine: Round, index: int, *, step: int, now: float) -> list[RoundCo
     name = WALKERS[index]
     done = stage_done(ledger(0, name, index), step=step, loss_sum=4.0, tokens=(2,))
     (asked,) = machine.handle(LedgerHeard(worker=chunk(0, name).worker, done=done), now=now)
-    assert isinstance(asked, AskReduction)
+    assert isinstance(asked, Prepare)
     heard = vote(asked.group.group, step=step, squared_norm=4.0)
     return machine.handle(VoteHeard(worker=chunk(0, name).worker, vote=heard), now=now)
 
 
 def decided(commands: list[RoundCommand]) -> StepRecord:
     (command,) = commands
-    assert isinstance(command, StepDecided)
-    return command.record
+    assert isinstance(command, StepRecord)
+    return command
 
 
 def test_all_are_waited_for_where_nobody_knows_what_is_usual() -> None:
@@ -81,7 +72,7 @@ def test_all_are_waited_for_where_nobody_knows_what_is_usual() -> None:
     for index in range(3):
         assert arrive(machine, index, step=0, now=101.0) == []
     assert machine.deadline() is None
-    assert machine.handle(GraceOver(), now=1e6) == []
+    assert machine.handle(TimePassed(), now=1e6) == []
 
 
 def test_a_late_walker_makes_no_step_and_the_others_do() -> None:
@@ -90,8 +81,8 @@ def test_a_late_walker_makes_no_step_and_the_others_do() -> None:
         assert arrive(machine, index, step=0, now=101.0 + index) == []
     # The quorum of two was there after 2 s; twice the usual wait of 1 s is granted after that.
     assert machine.deadline() == pytest.approx(104.0)
-    assert machine.handle(GraceOver(), now=103.9) == []
-    record = decided(machine.handle(GraceOver(), now=104.0))
+    assert machine.handle(TimePassed(), now=103.9) == []
+    record = decided(machine.handle(TimePassed(), now=104.0))
     assert record.decision is Decision.APPLY
     assert machine.late == (3,)
     assert {result.group for result in record.results} == {
@@ -106,8 +97,8 @@ def test_a_late_walker_takes_what_the_exchange_gives_and_has_no_say_in_it() -> N
     machine = round_at(1, patience=patient())
     for index in range(3):
         arrive(machine, index, step=1, now=101.0)
-    (asked,) = machine.handle(GraceOver(), now=110.0)
-    assert isinstance(asked, AskReduction)
+    (asked,) = machine.handle(TimePassed(), now=110.0)
+    assert isinstance(asked, Prepare)
     assert len(asked.group.members) == 4, "everybody gets the result"
     assert {row.members for row in asked.group.weights} == {(0, 1, 2)}
     assert [part.worker for part in asked.parts] == [chunk(0, name).worker for name in WALKERS[:3]]

@@ -15,7 +15,7 @@ from skein.protocol.coordinator.runs.steps.leading import Leading
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import JobSubmitted, StageFiles, num_walkers
-from skein.protocol.membership.membership import HelloHeard, LeaveHeard, Membership
+from skein.protocol.membership.membership import LeaveHeard, Membership
 from skein.protocol.messages.directives import CheckpointFile, Save, SourceKind
 from skein.protocol.messages.reports import CheckpointWritten, EvaluationDone
 from skein.protocol.messages.tensors import Phase
@@ -162,7 +162,7 @@ def asked(rule: AggregationSpec, plan: Plan, *, main: int, leaving: Sequence[str
     outbox.record(JobSubmitted(job=JobId("j"), key="k", spec=spec.canonical_json(), wall_s=0.0))
     job, membership = outbox.history.jobs[JobId("j")], Membership()
     for worker in plan.workers:
-        membership.handle(HelloHeard(hello=hello(worker)), now=0.0)
+        membership.handle(hello(worker), now=0.0)
     for name in leaving:
         membership.handle(LeaveHeard(worker=WorkerId(name)), now=0.0)
     members = Members(job, membership, outbox)

@@ -26,19 +26,10 @@ from skein.plan.changing.clauses import parse_clauses
 from skein.plan.cut import cut
 from skein.plan.ops import OpKind
 from skein.plan.plan import Alternates, ChunkPlan, Group, Path, Plan, PlannedOp, Schedule
-from skein.protocol.messages.directives import Ledger, StepRecord
+from skein.protocol.messages.directives import Ledger, Prepare, StepRecord
 from skein.protocol.messages.reports import StageDone, Vote
 from skein.protocol.messages.tensors import Phase
-from skein.protocol.rounds.round import (
-    AskReduction,
-    LedgerHeard,
-    Round,
-    RoundEvent,
-    RoundFailed,
-    StepDecided,
-    StepTerms,
-    VoteHeard,
-)
+from skein.protocol.rounds.round import LedgerHeard, Round, RoundEvent, RoundFailed, StepTerms, VoteHeard
 from skein.protocol.worker.ops import ApplyOp, BackwardOp, ForwardOp, Joined, JoinOp, Loss, LossOp, Op
 from skein.rng import stream
 from skein.types import ChunkRef, Epoch, Generation, JobId, Layout, MicrobatchId, Own, Step, WorkerId
@@ -270,10 +261,10 @@ class SkippingTraining:
         while events:
             for command in deciding.handle(events.popleft(), now=0.0):
                 match command:
-                    case AskReduction():
+                    case Prepare():
                         events.append(VoteHeard(worker=_HERE, vote=self._vote(step, command)))
-                    case StepDecided():
-                        return command.record
+                    case StepRecord():
+                        return command
                     case RoundFailed():
                         raise LocalError(command.reason)
         raise LocalError(f"step {step} came to no decision")
@@ -290,7 +281,7 @@ class SkippingTraining:
             tokens=tuple(loss.num_tokens for loss in here),
         )
 
-    def _vote(self, step: Step, asked: AskReduction) -> Vote:
+    def _vote(self, step: Step, asked: Prepare) -> Vote:
         """A group of one member has its result in its accumulators."""
         joined = self._compute.run(JoinOp(step=step, group=asked.group, attempt=asked.attempt), {}).outcome
         assert isinstance(joined, Joined)

@@ -114,7 +114,7 @@ class Coordinator:
                 for run in self.runs.values():
                     run.verified(event, now=now)
             case TimePassed():
-                self._hear(membership.LeaseTime(), now=now)
+                self._hear(TimePassed(), now=now)
                 self._turn_away_stuck(now=now)
                 for run in self.runs.values():
                     run.tick(now=now)
@@ -298,7 +298,7 @@ class Coordinator:
             newer = f"this worker has followed a newer coordinator (epoch {hello.epoch}, here {self.history.epoch})"
             self._refuse_other_log(hello.worker, hello.incarnation, newer)
         else:
-            self._hear(membership.HelloHeard(hello=hello), now=now)
+            self._hear(hello, now=now)
 
     def _lacks(self, worker: WorkerId, incarnation: Incarnation, known: LogPosition) -> None:
         """A worker knows what is not in the log: it has lost that, or it is another one."""

@@ -20,6 +20,7 @@ from heapq import heappop, heappush, heapreplace
 from typing import assert_never
 
 from skein import PROTOCOL_VERSION
+from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import GenerationMember
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Hello
@@ -43,13 +44,6 @@ LATE_S = 1.0
 """A lease that is looked at so late was not looked after: this process stood still meanwhile."""
 
 # --- events ---
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HelloHeard:
-    """A worker opened a control stream."""
-
-    hello: Hello
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +109,8 @@ class Evicted:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseTime:
-    """The deadline may have come."""
-
-
 MembershipEvent = (
-    HelloHeard
+    Hello
     | Heard
     | SpeedHeard
     | StreamBroke
@@ -130,7 +119,7 @@ MembershipEvent = (
     | LeaveRemembered
     | NameRemembered
     | Evicted
-    | LeaseTime
+    | TimePassed
 )
 
 # --- changes ---
@@ -261,8 +250,8 @@ class Membership:
     def handle(self, event: MembershipEvent, *, now: float) -> list[MembershipChange]:
         """Take one event at time `now` (seconds); gives what changed."""
         match event:
-            case HelloHeard():
-                return self._hello(event.hello, now=now)
+            case Hello():
+                return self._hello(event, now=now)
             case Heard():
                 return self._heard(event, now=now)
             case SpeedHeard():
@@ -285,7 +274,7 @@ class Membership:
                 return []
             case Evicted():
                 return self._refuse(event.worker, event.reason, now=now)
-            case LeaseTime():
+            case TimePassed():
                 return self._expire(now=now)
             case _:
                 assert_never(event)

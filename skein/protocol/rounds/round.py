@@ -23,7 +23,8 @@ from skein.numeric.sums import exact_sum
 from skein.plan.agreeing.quorum import Eager, Quorum
 from skein.plan.agreeing.rounds import StepGroups, weighed
 from skein.plan.plan import Group
-from skein.protocol.messages.directives import Decision, ExchangeTerms, GroupResult, Ledger, StepRecord
+from skein.protocol.deadline import TimePassed
+from skein.protocol.messages.directives import Decision, ExchangeTerms, GroupResult, Prepare, StepRecord
 from skein.protocol.messages.reports import StageDone, Vote
 from skein.protocol.rounds.votes import ruling, votes_text
 from skein.protocol.rounds.weighing import Numbers, clip_of, weigh
@@ -49,37 +50,15 @@ class VoteHeard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraceOver:
-    """The deadline may have come: whoever is late is not waited for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OverlappedEnded:
     """An exchange that went on beside steps has its result; the vote stands for all."""
 
     vote: Vote
 
 
-RoundEvent = LedgerHeard | VoteHeard | GraceOver | OverlappedEnded
+RoundEvent = LedgerHeard | VoteHeard | TimePassed | OverlappedEnded
 
 # --- commands ---
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskReduction:
-    """All members of the group shall reduce these parts."""
-
-    group: Group
-    attempt: Attempt
-    parts: tuple[Ledger, ...]
-    exchange: ExchangeTerms | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepDecided:
-    """The step's decision, to be recorded before it is announced."""
-
-    record: StepRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +81,8 @@ class RoundFailed:
     is_disputed: bool = False
 
 
-RoundCommand = AskReduction | StepDecided | Outvoted | RoundFailed
+RoundCommand = Prepare | StepRecord | Outvoted | RoundFailed
+"""What members are asked to reduce, the step's decision, which is to be recorded before it is announced, or blame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +160,7 @@ class Round:
                 return self._ledger(event)
             case VoteHeard():
                 return self._vote(event, now=now)
-            case GraceOver():
+            case TimePassed():
                 return self._go_on(now=now)
             case OverlappedEnded():
                 self._results[event.vote.group] = event.vote
@@ -233,14 +213,20 @@ class Round:
                 commands.append(self._ask(group, number=0))
         return commands
 
-    def _ask(self, group: Group, *, number: int) -> AskReduction:
+    def _ask(self, group: Group, *, number: int) -> Prepare:
         attempt = Attempt(epoch=self._epoch, generation=self._generation, number=number)
         self._attempts[group.group] = attempt
         self._votes[group.group] = {}
         if group.group in self._reach:
             group = self._weighed(group)
         parts = tuple(self._done[member].ledger for member in group.members if member in self._done)
-        return AskReduction(group=group, attempt=attempt, parts=parts, exchange=self._exchange_terms(group))
+        return Prepare(
+            step=self.terms.step,
+            group=group,
+            attempt=attempt,
+            parts=parts,
+            exchange=self._exchange_terms(group),
+        )
 
     def _weighed(self, group: Group) -> Group:
         """An exchange with the weights that its members have by now."""
@@ -319,7 +305,7 @@ class Round:
         num_exchanged = sum(group in self._reach for group in self._results)
         if self._numbers is None or (not self._numbers.reason and num_exchanged < len(self._reach)):
             return []
-        return [StepDecided(record=self._decide(self._numbers))]
+        return [self._decide(self._numbers)]
 
     def _incredible(self) -> list[RoundCommand]:
         """Blame the few heads that tell of a loss that is not finite, though every gradient that came of it is.

@@ -18,7 +18,7 @@ from skein.protocol.log.records import IncidentKind, StepCommitted
 from skein.protocol.messages.directives import Commit, Start, StepRecord
 from skein.protocol.messages.reports import ChunksReady, EvaluationDone, Vote
 from skein.protocol.messages.tensors import Phase
-from skein.protocol.rounds.round import Outvoted, RoundEvent, StepDecided, VoteHeard
+from skein.protocol.rounds.round import Outvoted, RoundEvent, VoteHeard
 from skein.types import WorkerId
 
 
@@ -162,8 +162,8 @@ class Boundary:
     def drive(self, event: RoundEvent, *, now: float) -> None:
         """Hand an event to the step in progress, if there is one, and act on what ends by it."""
         for end in self._parts.stepping.handle(event, now=now):
-            if isinstance(end, StepDecided):
-                self._commit(end.record, now=now)
+            if isinstance(end, StepRecord):
+                self._commit(end, now=now)
                 continue
             self._parts.blame.judged(end)
             if isinstance(end, Outvoted):

@@ -24,9 +24,10 @@ from skein.protocol.coordinator.runs.phase import (
     ThenWait,
 )
 from skein.protocol.coordinator.runs.stopping import Stopping
+from skein.protocol.deadline import TimePassed
 from skein.protocol.membership import membership
 from skein.protocol.messages import reports
-from skein.protocol.rounds.round import GraceOver, LedgerHeard
+from skein.protocol.rounds.round import LedgerHeard
 from skein.types import JobState, WorkerId
 
 OfGeneration = (
@@ -200,7 +201,7 @@ class Run:
         elif isinstance(self.phase, FencePhase):
             self._fence.look_again(now=now)
         elif isinstance(self.phase, StepPhase) and now >= parts.stepping.grace_ends_at():
-            self._boundary.drive(GraceOver(), now=now)
+            self._boundary.drive(TimePassed(), now=now)
         elif course.is_watched() and now >= parts.vigil.barks_at(self.plan):
             reason = parts.vigil.barked(self.phase, parts.incidents, parts.blame, now=now)
             self._fence.open(reason, now=now)

@@ -15,14 +15,12 @@ from skein.protocol.coordinator.runs.steps.overlapping import Overlapping
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.messages.directives import Prepare, StepRecord
 from skein.protocol.rounds.round import (
-    AskReduction,
     Outvoted,
     OverlappedEnded,
     Patience,
     Round,
     RoundEvent,
     RoundFailed,
-    StepDecided,
     StepTerms,
     VoteHeard,
 )
@@ -113,20 +111,21 @@ class Stepping(RunPart):
             return None
         return Patience(quorum=groups.quorum, begun_at=now, past=tuple(self._past))
 
-    def handle(self, event: RoundEvent, *, now: float) -> list[StepDecided | Outvoted | RoundFailed]:
+    def handle(self, event: RoundEvent, *, now: float) -> list[StepRecord | Outvoted | RoundFailed]:
         """Take a report of the step, if there is one; reductions are asked for here."""
-        ends: list[StepDecided | Outvoted | RoundFailed] = []
+        ends: list[StepRecord | Outvoted | RoundFailed] = []
         if isinstance(event, VoteHeard) and self._overlapping.is_on_its_way(event.vote):
             ended = self._overlapping.voted(event.worker, event.vote)
             if ended is None or isinstance(ended, RoundFailed):
                 return [] if ended is None else [ended]
             event = OverlappedEnded(vote=ended)
         for command in () if self.round is None else self.round.handle(event, now=now):
-            if isinstance(command, AskReduction):
-                self._ask(command)
+            if isinstance(command, Prepare):
+                # Also to late walkers, which have no part in an exchange and take its result.
+                self._members.send(command, *command.group.workers)
                 continue
-            if isinstance(command, StepDecided) and self.round is not None:
-                self._remember(self.round, command.record, now=now)
+            if isinstance(command, StepRecord) and self.round is not None:
+                self._remember(self.round, command, now=now)
             elif isinstance(command, Outvoted | RoundFailed):
                 for worker in command.blamed:
                     self._log(f"worker={worker} struck: {command.reason}")
@@ -146,14 +145,3 @@ class Stepping(RunPart):
                 f"{record.num_late_samples} of {ended.terms.batch_samples} samples left out after "
                 f"{now - self._begun_at:.3g} s, for the others took {max(done_s):.3g} s"
             )
-
-    def _ask(self, command: AskReduction) -> None:
-        prepare = Prepare(
-            step=self._job.version,
-            group=command.group,
-            attempt=command.attempt,
-            parts=command.parts,
-            exchange=command.exchange,
-        )
-        # Also to late walkers, which have no part in an exchange and take its result.
-        self._members.send(prepare, *command.group.workers)
