@@ -6,11 +6,11 @@ Rules of this file
 """
 
 from skein.plan.plan import Plan
+from skein.protocol.coordinator.runs import phase as phases
 from skein.protocol.coordinator.runs.course import RunCourse
 from skein.protocol.coordinator.runs.ending import Rewind
 from skein.protocol.coordinator.runs.fencing import Fence
 from skein.protocol.coordinator.runs.parts import Parts
-from skein.protocol.coordinator.runs.phase import EvaluatePhase
 from skein.protocol.coordinator.runs.placing.planning import one_for_each_print
 from skein.protocol.coordinator.runs.steps.counting import count_data
 from skein.protocol.coordinator.runs.stopping import Stopping
@@ -36,7 +36,7 @@ class Boundary:
     def chunks_ready(self, worker: WorkerId, report: ChunksReady, *, now: float) -> None:
         """A worker has what the plan gives it; the last one lets work go on."""
         parts = self._parts
-        if not self._course.is_building:
+        if not self._course.is_in(phases.BuildPhase):
             return
         parts.vigil.moved(now=now)
         if not parts.placement.is_built(worker, report):
@@ -112,7 +112,7 @@ class Boundary:
     def evaluated(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> None:
         """A head has scored its part of the samples; what nobody waits for is dropped."""
         phase = self._course.phase
-        if not isinstance(phase, EvaluatePhase) or report.phase is not phase.purpose:
+        if not isinstance(phase, phases.EvaluatePhase) or report.phase is not phase.purpose:
             return
         if phase.purpose.validates and self._parts.evaluation.is_complete(worker, report, now=now):
             self.go_on(now=now)

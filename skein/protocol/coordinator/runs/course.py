@@ -1,16 +1,7 @@
 """The course of a run: its phase, why it is in that, and what it waits for there."""
 
+from skein.protocol.coordinator.runs import phase as phases
 from skein.protocol.coordinator.runs.parts import Parts
-from skein.protocol.coordinator.runs.phase import (
-    BuildPhase,
-    EndPhase,
-    EvaluatePhase,
-    FencePhase,
-    GatherPhase,
-    RunPhase,
-    SavePhase,
-    StepPhase,
-)
 from skein.protocol.coordinator.runs.placing.planning import num_wanted
 from skein.protocol.messages.tensors import Phase
 from skein.types import WorkerId
@@ -20,12 +11,12 @@ class RunCourse:
     """The one place where the phase of a run changes. Whoever changes it says why it is entered."""
 
     def __init__(self, parts: Parts) -> None:
-        self.phase: RunPhase = GatherPhase()
+        self.phase: phases.RunPhase = phases.GatherPhase()
         self.reason = "waiting for workers"
         self._num_wanted = num_wanted(parts.job.spec.parallel)
         self._parts = parts
 
-    def enter(self, phase: RunPhase, reason: str | None = None) -> None:
+    def enter(self, phase: phases.RunPhase, reason: str | None = None) -> None:
         """Be in this phase from now on; without a reason the last one stands."""
         self.phase = phase
         self.reason = self.reason if reason is None else reason
@@ -34,38 +25,17 @@ class RunCourse:
         """In the same phase, for another reason."""
         self.reason = reason
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the run is over."""
-        return isinstance(self.phase, EndPhase)
-
-    @property
-    def is_gathering(self) -> bool:
-        """Whether nothing is asked of anybody."""
-        return isinstance(self.phase, GatherPhase)
-
-    @property
-    def is_fencing(self) -> bool:
-        """Whether a generation waits for acknowledgements or a plan."""
-        return isinstance(self.phase, FencePhase)
-
-    @property
-    def is_building(self) -> bool:
-        """Whether chunks are made present."""
-        return isinstance(self.phase, BuildPhase)
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether a checkpoint is waited for."""
-        return isinstance(self.phase, SavePhase)
+    def is_in(self, kind: type[phases.RunPhase]) -> bool:
+        """Whether the run is in a phase of this kind."""
+        return isinstance(self.phase, kind)
 
     def step(self) -> None:
         """A step is computed from now on, by the plan that is in place."""
-        self.enter(StepPhase(may_go_on=self.phase.may_go_on))
+        self.enter(phases.StepPhase(may_go_on=self.phase.may_go_on))
 
     def evaluate(self, purpose: Phase) -> None:
         """No step is in progress, and samples are scored."""
-        self.enter(EvaluatePhase(purpose=purpose, may_go_on=self.phase.may_go_on))
+        self.enter(phases.EvaluatePhase(purpose=purpose, may_go_on=self.phase.may_go_on))
         self._parts.stepping.over()
 
     def depends_on(self, worker: WorkerId) -> bool:
@@ -76,14 +46,14 @@ class RunCourse:
 
     def is_to_fence(self) -> bool:
         """Whether a generation is to be opened when enough workers are here, to go on or at least to save."""
-        if not self.is_gathering or self._parts.gathering.is_hopeless:
+        if not self.is_in(phases.GatherPhase) or self._parts.gathering.is_hopeless:
             return False
         return bool(self._parts.candidates()) or self._parts.may_save()
 
     def is_watched(self) -> bool:
         """Whether something should move by now and then."""
-        is_building = self.is_building and not self._parts.storage.is_looking
-        is_saving = self.is_saving and not self._parts.savings.is_resting
+        is_building = self.is_in(phases.BuildPhase) and not self._parts.storage.is_looking
+        is_saving = self.is_in(phases.SavePhase) and not self._parts.savings.is_resting
         return self.phase.is_computing or is_building or is_saving
 
     def gathers_at(self) -> float:

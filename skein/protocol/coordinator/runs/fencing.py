@@ -8,10 +8,10 @@ Rules of this file
 
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator.coordinator_io import PlanMade
+from skein.protocol.coordinator.runs import phase as phases
 from skein.protocol.coordinator.runs.course import RunCourse
 from skein.protocol.coordinator.runs.part import Adoption
 from skein.protocol.coordinator.runs.parts import Parts
-from skein.protocol.coordinator.runs.phase import BuildPhase, FencePhase, ThenRecut
 from skein.protocol.coordinator.runs.placing.resuming import Resumed
 from skein.protocol.coordinator.runs.stopping import Stopping
 from skein.protocol.log.records import IncidentKind
@@ -43,7 +43,7 @@ class Fence:
 
     def blame(self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float) -> None:
         """Strike a worker for a failure on or towards it, and try again: without it after too many times."""
-        if self._course.is_gathering or worker not in self._parts.members:
+        if self._course.is_in(phases.GatherPhase) or worker not in self._parts.members:
             return
         self._parts.blame.strike(worker, reason, is_hearsay=is_hearsay)
         kind = IncidentKind.LINK_FAILED if is_hearsay else IncidentKind.WORKER_FAILED
@@ -76,14 +76,14 @@ class Fence:
         if not parts.candidates() and not parts.may_save():
             self.give_up_or_wait(reason, now=now)
             return
-        self._course.enter(FencePhase(may_go_on=phase.may_go_on or phase.is_computing), reason)
+        self._course.enter(phases.FencePhase(may_go_on=phase.may_go_on or phase.is_computing), reason)
         parts.fenced(now=now)
         parts.members.open_generation(reason, now=now)
         parts.asking.opened(now=now)
 
     def change(self, reason: str, *, may_go_on: bool, now: float) -> None:
         """Between steps another plan is wanted, unless the run may go on with the present one."""
-        self._course.enter(FencePhase(may_go_on=may_go_on))
+        self._course.enter(phases.FencePhase(may_go_on=may_go_on))
         self.open(reason, now=now)
 
     def give_up_or_wait(self, reason: str, *, now: float) -> None:
@@ -107,7 +107,7 @@ class Fence:
     def acknowledged(self, worker: WorkerId, ack: Ack, *, now: float) -> None:
         """The last acknowledgement closes the fence; what it and the others hold is what a plan starts from."""
         parts = self._parts
-        if not self._course.is_fencing:
+        if not self._course.is_in(phases.FencePhase):
             return
         parts.members.acknowledged(worker, ack)
         if not parts.members.is_fenced:
@@ -127,19 +127,19 @@ class Fence:
     def answered(self, made: PlanMade, *, now: float) -> None:
         """The planner answered what was asked last."""
         parts, plan = self._parts, made.result
-        if not self._course.is_fencing:
+        if not self._course.is_in(phases.FencePhase):
             parts.improving.answered(made, now=now)
         elif isinstance(plan, Infeasible):
             self._stopping.pause(plan.reason, now=now)
         elif parts.holdings.is_recut(plan) and parts.savings.is_behind():
-            self._stopping.save_held("saving, for stages are cut anew", ThenRecut())
+            self._stopping.save_held("saving, for stages are cut anew", phases.ThenRecut())
         else:
             parts.improving.chose(plan, parts.candidates(), may_improve=made.may_improve)
             self.build(plan, now=now)
 
     def _resume(self, resumed: Resumed, *, now: float) -> None:
         parts = self._parts
-        self._course.enter(BuildPhase(may_go_on=self._course.phase.may_go_on))
+        self._course.enter(phases.BuildPhase(may_go_on=self._course.phase.may_go_on))
         parts.asking.over()
         plan = parts.placement.go_on(resumed)
         parts.adopted(Adoption(plan=plan, resumed=resumed), now=now)
@@ -147,7 +147,7 @@ class Fence:
     def look_again(self, *, now: float) -> None:
         """The time of a plan that is held back, if one is, may have come."""
         phase = self._course.phase
-        if isinstance(phase, FencePhase) and phase.held_back is not None:
+        if isinstance(phase, phases.FencePhase) and phase.held_back is not None:
             self.build(phase.held_back, now=now)
 
     def build(self, plan: Plan, *, now: float) -> None:
@@ -158,7 +158,7 @@ class Fence:
             if first.opens_generation:
                 self.open(first.reason, now=now)
             else:
-                self._course.enter(FencePhase(held_back=plan, may_go_on=self._course.phase.may_go_on))
+                self._course.enter(phases.FencePhase(held_back=plan, may_go_on=self._course.phase.may_go_on))
             return
         lacking = parts.storage.lacks(parts.holdings.sources(plan), now=now)
         if lacking.must_wait:
@@ -170,7 +170,7 @@ class Fence:
 
     def _put(self, plan: Plan, *, now: float) -> None:
         parts, version = self._parts, self._parts.job.version
-        self._course.enter(BuildPhase())
+        self._course.enter(phases.BuildPhase())
         sources = parts.placement.put(plan, because=parts.asking.outcome, now=now)
         adoption = Adoption(
             plan=plan,

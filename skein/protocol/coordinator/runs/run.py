@@ -10,19 +10,12 @@ from typing import assert_never
 
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import CheckpointVerified, ManifestWritten, PlanMade
+from skein.protocol.coordinator.runs import phase as phases
 from skein.protocol.coordinator.runs.boundary import Boundary
 from skein.protocol.coordinator.runs.course import RunCourse
+from skein.protocol.coordinator.runs.ending import Stop
 from skein.protocol.coordinator.runs.fencing import Fence
 from skein.protocol.coordinator.runs.parts import Parts
-from skein.protocol.coordinator.runs.phase import (
-    FencePhase,
-    RunPhase,
-    SavePhase,
-    StepPhase,
-    ThenGoOn,
-    ThenRecut,
-    ThenWait,
-)
 from skein.protocol.coordinator.runs.stopping import Stopping
 from skein.protocol.deadline import TimePassed
 from skein.protocol.membership import membership
@@ -153,16 +146,16 @@ class Run:
 
     def end(self, state: JobState, reason: str, *, now: float) -> None:
         """Record the end and free the workers."""
-        self._stopping.end(state, reason, now=now)
+        self._stopping.stop(Stop(state=state, reason=reason), now=now)
 
     # --- checkpoints ---
 
     def verified(self, event: CheckpointVerified, *, now: float) -> None:
         """The coordinator has looked at a checkpoint; what it found is recorded."""
         found = self._parts.storage.looked(event, now=now)
-        if found.must_wait and self._course.is_building:
+        if found.must_wait and self._course.is_in(phases.BuildPhase):
             self._stopping.wait(found.reason)
-        elif found.reason and self._course.is_building:
+        elif found.reason and self._course.is_in(phases.BuildPhase):
             self._fence.open(found.reason, now=now)
         self.tick(now=now)
 
@@ -172,21 +165,25 @@ class Run:
         self._parts.savings.finished(event, now=now)
         self._show_savings()
         phase = self.phase
-        if event.error or not isinstance(phase, SavePhase) or event.checkpoint.version != self.job.version:
+        if (
+            event.error
+            or not isinstance(phase, phases.SavePhase)
+            or event.checkpoint.version != self.job.version
+        ):
             return
         match phase.then:
-            case ThenWait():
+            case phases.ThenWait():
                 self._stopping.wait(phase.then.reason)
                 self.tick(now=now)
-            case ThenRecut():
+            case phases.ThenRecut():
                 self._fence.open("saved what another cut of the stages needs", now=now)
-            case ThenGoOn():
+            case phases.ThenGoOn():
                 self._boundary.go_on(now=now)
             case _:
                 assert_never(phase.then)
 
     def _show_savings(self) -> None:
-        if self._course.is_saving and self._parts.savings.waits_for:
+        if self._course.is_in(phases.SavePhase) and self._parts.savings.waits_for:
             self._course.explain(f"waits to save {self._parts.savings.waits_for}")
 
     # --- time ---
@@ -196,16 +193,16 @@ class Run:
         parts, course = self._parts, self._course
         if self._stopping.halted(now=now):
             return
-        if course.is_gathering:
+        if course.is_in(phases.GatherPhase):
             self._gather(now=now)
-        elif isinstance(self.phase, FencePhase):
+        elif isinstance(self.phase, phases.FencePhase):
             self._fence.look_again(now=now)
-        elif isinstance(self.phase, StepPhase) and now >= parts.stepping.grace_ends_at():
+        elif isinstance(self.phase, phases.StepPhase) and now >= parts.stepping.grace_ends_at():
             self._boundary.drive(TimePassed(), now=now)
         elif course.is_watched() and now >= parts.vigil.barks_at(self.plan):
             reason = parts.vigil.barked(self.phase, parts.incidents, parts.blame, now=now)
             self._fence.open(reason, now=now)
-        elif course.is_saving:
+        elif course.is_in(phases.SavePhase):
             parts.savings.tick(now=now)
 
     def _gather(self, *, now: float) -> None:
@@ -217,28 +214,28 @@ class Run:
 
     def stuck(self, *, now: float) -> tuple[tuple[WorkerId, str], ...]:
         """Workers that live and get nowhere, to be turned away, each with the reason."""
-        return self._parts.vigil.stuck(self.plan, is_fencing=self._course.is_fencing, now=now)
+        return self._parts.vigil.stuck(self.plan, is_fencing=self._course.is_in(phases.FencePhase), now=now)
 
     def deadline(self) -> float | None:
         """Time at which `tick` is wanted next; None: it is not."""
         parts, course = self._parts, self._course
-        if course.is_gathering:
+        if course.is_in(phases.GatherPhase):
             gathers_at = max(course.gathers_at(), parts.asking.deadline() or 0.0)
             return gathers_at if course.is_to_fence() or self.job.halt else parts.gathering.pardons_at
-        if isinstance(self.phase, FencePhase):
+        if isinstance(self.phase, phases.FencePhase):
             gives_up_at = parts.vigil.gives_up_at(self.plan)
             is_held_back = self.phase.held_back is not None
             return (
                 parts.asking.deadline(is_held_back=is_held_back) if parts.members.is_fenced else gives_up_at
             )
         if not course.is_watched():
-            return parts.savings.again_at if course.is_saving else None
+            return parts.savings.again_at if course.is_in(phases.SavePhase) else None
         return min(parts.stepping.grace_ends_at(), parts.vigil.barks_at(self.plan))
 
     # --- for others to see ---
 
     @property
-    def phase(self) -> RunPhase:
+    def phase(self) -> phases.RunPhase:
         """Phase in which the run is."""
         return self._course.phase
 
@@ -250,7 +247,7 @@ class Run:
     @property
     def has_ended(self) -> bool:
         """Whether the run is over."""
-        return self._course.has_ended
+        return self._course.is_in(phases.EndPhase)
 
     @property
     def plan(self) -> Plan | None:

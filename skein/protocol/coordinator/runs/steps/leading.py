@@ -9,15 +9,7 @@ Rules of this file
 
 from collections.abc import Mapping
 
-from skein.plan.agreeing.election import (
-    Claim,
-    ClaimRuling,
-    elect,
-    judge_claim,
-    recheck,
-    rechecking,
-    scores_of,
-)
+from skein.plan.agreeing import election
 from skein.plan.agreeing.exchange import Broadcast
 from skein.plan.agreeing.rounds import Leaders
 from skein.plan.agreeing.walkers import walkers_of
@@ -36,7 +28,7 @@ class Leading(RunPart):
     def __init__(self, members: Members) -> None:
         super().__init__(members)
         self._leadership = self._job.spec.aggregation.leadership
-        self._claims: dict[int, Claim[int]] = {}
+        self._claims: dict[int, election.Claim[int]] = {}
         self._version: Step | None = None
         """At which the claims are, all of them being here."""
         self._num_microbatches = 0
@@ -78,7 +70,7 @@ class Leading(RunPart):
             return False
         score = report.loss_sum / report.num_tokens if report.num_tokens else float("inf")
         self._claims.setdefault(
-            walker, Claim(walker=walker, step=self._job.version, score=score, digest=report.digest)
+            walker, election.Claim(walker=walker, step=self._job.version, score=score, digest=report.digest)
         )
         if len(self._claims) < num_walkers:
             return False
@@ -96,16 +88,16 @@ class Leading(RunPart):
             return None
         walkers = walkers_of(plan)
         self._heads = {i: walker[-1].worker for i, walker in enumerate(walkers)}
-        scores = scores_of(self._claims.values(), self._job.version)
+        scores = election.scores_of(self._claims.values(), self._job.version)
         liars = {i for i, walker in enumerate(walkers) if walker[-1].worker in self._liars}
-        best = elect(scores, liars)
+        best = election.elect(scores, liars)
         if best is None:
             return None
         site_by_walker = [sites.get(walker[0].worker) for walker in walkers]
         of_group = []
         for walker, site in enumerate(site_by_walker):
             near = {other: score for other, score in scores.items() if site_by_walker[other] == site}
-            leader = elect(near, liars)
+            leader = election.elect(near, liars)
             of_group.append(walker if leader is None else leader)
         self._tell(walkers[best][-1].worker, scores[best][0])
         self._checks.clear()
@@ -129,7 +121,7 @@ class Leading(RunPart):
         leader = group.members[pattern.leader].worker
         followers = [member.worker for member in group.members if member.worker != leader]
         ratio = 1.0 if leader in self._doubted else self._leadership.recheck_ratio
-        return rechecking(spec.seed, self._job.version, followers, ratio=ratio)
+        return election.rechecking(spec.seed, self._job.version, followers, ratio=ratio)
 
     def doubts(self, worker: WorkerId, vote: Vote, group: Group) -> WorkerId | None:
         """Take what a follower says of its leader's parameters; the leader's worker once it is found to have lied.
@@ -145,12 +137,15 @@ class Leading(RunPart):
             return None
         is_true = not claim.digest or vote.digest == claim.digest
         if is_true and vote.probe_loss is not None:
-            is_true = recheck(claim, score=vote.probe_loss, digest=claim.digest) is None
+            is_true = election.recheck(claim, score=vote.probe_loss, digest=claim.digest) is None
         checks = self._checks.setdefault(vote.group, {})
         checks[worker] = is_true
         if not is_true:
             self._doubted.add(leader)
-        if judge_claim(checks, num_followers=len(group.members) - 1) is not ClaimRuling.LIED:
+        if (
+            election.judge_claim(checks, num_followers=len(group.members) - 1)
+            is not election.ClaimRuling.LIED
+        ):
             return None
         self._liars.add(leader)
         self._log(f"step={vote.step} leader={leader} is not what it claimed")
