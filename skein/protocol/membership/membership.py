@@ -382,16 +382,14 @@ class Membership:
         if silent is not None and silent.hello.incarnation == event.incarnation:
             changes += self._join(self._silent.pop(event.worker), now=now)
         if self.is_current(event.worker, event.incarnation):
-            self._renew(self._entries[event.worker], event, now=now)
+            entry = self._entries[event.worker]
+            entry.heard_at = now
+            if entry.is_connected:
+                entry.lease_until = now + self.lease_s
+            if event.progress is not None and event.progress != entry.progress:
+                entry.progress = event.progress
+                entry.progressed_at = now
         return changes
-
-    def _renew(self, entry: Entry, event: Heard, *, now: float) -> None:
-        entry.heard_at = now
-        if entry.is_connected:
-            entry.lease_until = now + self.lease_s
-        if event.progress is not None and event.progress != entry.progress:
-            entry.progress = event.progress
-            entry.progressed_at = now
 
     def _speed(self, event: SpeedHeard, *, now: float) -> None:
         entry = self._entries[event.worker]

@@ -169,7 +169,7 @@ class Boundary:
             if isinstance(end, Outvoted):
                 continue
             noticed = self._parts.incidents.noticed
-            noticed(IncidentKind.WORKER_FAILED, end.blamed, end.reason, silent_s=0.0, now=now)
+            noticed(IncidentKind.WORKER_FAILED, end.blamed, end.reason, now=now)
             self._fence.open(end.reason, now=now)
 
     def _commit(self, record: StepRecord, *, now: float) -> None:
@@ -181,18 +181,12 @@ class Boundary:
         goes_on = not is_over and self._change_wanted() is None
         if goes_on:
             parts.improving.look(parts.candidates(), now=now)
-        self._announce(record, goes_on=goes_on)
+        commit = Commit(
+            record=record, goes_on=goes_on, keeps_late=parts.stepping.keeps_late, position=parts.out.position
+        )
+        parts.members.send_placed(commit)
         self._save_if_due(now=now)
         if goes_on:
             self._begin_step(now=now)
         else:
             self.go_on(now=now)
-
-    def _announce(self, record: StepRecord, *, goes_on: bool) -> None:
-        commit = Commit(
-            record=record,
-            goes_on=goes_on,
-            keeps_late=self._parts.stepping.keeps_late,
-            position=self._parts.out.position,
-        )
-        self._parts.members.send_placed(commit)

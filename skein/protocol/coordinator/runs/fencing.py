@@ -32,7 +32,7 @@ class Fence:
     def failed(self, kind: IncidentKind, worker: WorkerId | None, reason: str, *, now: float) -> None:
         """Note a failure, at this worker if at any, and begin anew."""
         who = () if worker is None else (worker,)
-        self._parts.incidents.noticed(kind, who, reason, silent_s=0.0, now=now)
+        self._parts.incidents.noticed(kind, who, reason, now=now)
         self.open(reason, now=now)
 
     def broke(self, worker: WorkerId, *, now: float) -> None:

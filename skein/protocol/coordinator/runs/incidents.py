@@ -37,7 +37,7 @@ class Incidents(RunPart):
         workers: Iterable[WorkerId],
         reason: str,
         *,
-        silent_s: float,
+        silent_s: float = 0.0,
         now: float,
     ) -> None:
         """Note a failure. Of several failures at once the first gives kind and reason."""

@@ -23,18 +23,6 @@ from skein.protocol.messages import reports
 from skein.protocol.rounds.round import LedgerHeard
 from skein.types import JobState, WorkerId
 
-OfGeneration = (
-    reports.Ack
-    | reports.ChunksReady
-    | reports.CheckpointUnread
-    | reports.StageDone
-    | reports.Vote
-    | reports.EvaluationDone
-    | reports.TimesMeasured
-    | reports.Suspected
-    | reports.Trouble
-)
-
 
 class Run:
     """The active job."""
@@ -107,13 +95,8 @@ class Run:
                 self.tick(now=now)
             case reports.Hello() | reports.LinksMeasured() | reports.SpeedMeasured() | reports.Leaving():
                 pass  # Of no run.
-            case _:
-                if report.generation == parts.out.history.generation and worker in parts.members:
-                    self._of_generation(worker, report, now=now)
-
-    def _of_generation(self, worker: WorkerId, report: OfGeneration, *, now: float) -> None:
-        parts = self._parts
-        match report:
+            case _ if report.generation != parts.out.history.generation or worker not in parts.members:
+                pass  # Of another generation.
             case reports.Ack():
                 self._fence.acknowledged(worker, report, now=now)
             case reports.ChunksReady():

@@ -81,7 +81,7 @@ class Storage(RunPart):
 
     def unread(self, worker: WorkerId, report: CheckpointUnread, incidents: Incidents, *, now: float) -> str:
         """A worker cannot read a checkpoint; gives a reason to plan anew, or "": the coordinator reads it first."""
-        incidents.noticed(IncidentKind.STORAGE_FAILED, (worker,), report.reason, silent_s=0.0, now=now)
+        incidents.noticed(IncidentKind.STORAGE_FAILED, (worker,), report.reason, now=now)
         if not report.version:
             self._blame.set_aside({worker: report.reason})
             return f"{worker}: {report.reason}"

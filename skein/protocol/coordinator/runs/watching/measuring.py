@@ -106,13 +106,7 @@ class Measured:
         """Whether most ops take more than `PARTED` times as long as `plan` has them, or less than a part of that."""
         if self.step_s is None:
             return False
-        stages = {stage.index: stage for stage in plan.stages}
-        ratios = [
-            time.total_s / planned.total_s
-            for planned in plan.chunk_times
-            if (time := self.chunk_time(planned.chunk, stages[planned.chunk.stage])) is not None
-            and planned.total_s > 0
-        ]
+        ratios = [x.total_s / planned.total_s for planned, x in self._beside(plan) if planned.total_s > 0]
         return bool(ratios) and not 1 / PARTED <= median(ratios) <= PARTED
 
     def chunk_time(self, chunk: ChunkRef, stage: StageSpec) -> ChunkTime | None:
@@ -226,12 +220,18 @@ class Measured:
             and abs(self._taken_s(pair, links) - planned[pair]) > off_by * planned[pair]
         )
 
-    def _chunks_off(self, plan: Plan) -> Iterator[tuple[str, float]]:
-        visits = plan.microbatches_by_chunk()
+    def _beside(self, plan: Plan) -> Iterator[tuple[ChunkTime, ChunkTime]]:
+        """Times of the plan's chunks, as planned and as measured."""
         stages = {stage.index: stage for stage in plan.stages}
         for planned in plan.chunk_times:
             time = self.chunk_time(planned.chunk, stages[planned.chunk.stage])
-            if time is not None and time.total_s > 0:
+            if time is not None:
+                yield planned, time
+
+    def _chunks_off(self, plan: Plan) -> Iterator[tuple[str, float]]:
+        visits = plan.microbatches_by_chunk()
+        for planned, time in self._beside(plan):
+            if time.total_s > 0:
                 num_visits = len(visits.get(planned.chunk, ()))
                 yield f"{planned.chunk.worker}'s speed", (time.total_s - planned.total_s) * num_visits
 
