@@ -31,8 +31,8 @@ from skein.plan.plan import Group
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.tensors import Envelope, ShardTensor
 from skein.protocol.worker.keeping.desk import Desk
-from skein.protocol.worker.ops import JoinOp, PackOp, SumOp, TensorKey
-from skein.protocol.worker.reduction import Exchange, Moves, ReductionOp, handed_out
+from skein.protocol.worker.ops import JoinOp, PackOp, ReductionOp, SumOp, TensorKey
+from skein.protocol.worker.reduction import Exchange, Moves, handed_out
 from skein.types import (
     Attempt,
     ChunkRef,

@@ -82,7 +82,7 @@ class RoundFailed:
 
 
 RoundCommand = Prepare | StepRecord | Outvoted | RoundFailed
-"""What members are asked to reduce, the step's decision, which is to be recorded before it is announced, or blame."""
+"""Reduction that members are asked for, decision that is to be recorded before it is announced, or blame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
