@@ -15,7 +15,7 @@ from skein.protocol.log.records import StageFiles, checkpoint_folder
 from skein.protocol.messages.directives import CheckpointFile
 from skein.protocol.worker.ops import SaveOp
 from skein.storage.places import ANYWHERE
-from skein.types import JobId, Layout, Precision, StageIndex, Step
+from skein.types import JobId, Layout, StageIndex, Step
 from tests.support.extent import part
 from tests.worker.lab import GENERATION, Lab, tiny_job
 from worker.chunks.checkpoint import UrlArchive, check_url, file_names, read_state, write_stage
@@ -111,15 +111,6 @@ def test_any_cut_goes_on_from_a_checkpoint_of_two_stages(
         # Both are float64 sums of the same numbers, in another order.
         assert found.loss == pytest.approx(expected.loss, rel=1e-12)
         assert found.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-11)
-
-
-def test_the_same_cut_goes_on_to_the_bit(text: Path, tmp_path: Path, labs: list[Lab]) -> None:
-    job = tiny_job(text, precision=Precision.FP32)
-    writer, reader = Lab(job), Lab(job)
-    labs += [writer, reader]
-    writer.step(0)
-    restore(reader, tmp_path, 1, save(writer, tmp_path, 1))
-    assert reader.step(1) == writer.step(1)
 
 
 def test_files_hold_what_they_say_under_names_that_others_know(

@@ -129,13 +129,6 @@ def test_a_job_learns_as_in_one_process(lab: Lab, name: str) -> None:
     assert [record.loss for record in records] == pytest.approx([x.loss for x in by_torch], rel=1e-10)
 
 
-def test_replicas_stay_equal_to_the_bit(lab: Lab) -> None:
-    for step in range(2):
-        lab.step(step)
-    one, other, last, another = copies(lab)
-    assert_equal([one, last], [other, another])
-
-
 def test_state_is_what_the_slots_say(lab: Lab, name: str) -> None:
     for stage in (0, 1):
         chunk = lab.chunk(stage)
