@@ -11,40 +11,7 @@ from typing import assert_never
 
 from skein import PROTOCOL_VERSION
 from skein.protocol.deadline import TimePassed
-from skein.protocol.messages.directives import (
-    Assign,
-    Commit,
-    Directive,
-    Dismiss,
-    Evaluate,
-    Follow,
-    Look,
-    Measure,
-    NewGeneration,
-    OpenData,
-    Prefetch,
-    Prepare,
-    Probe,
-    Refused,
-    Save,
-    Snapshot,
-    Start,
-    Welcome,
-)
-from skein.protocol.messages.reports import (
-    Ack,
-    Beat,
-    CheckpointUnwritten,
-    CheckpointWritten,
-    ChunksReady,
-    Hello,
-    Leaving,
-    LinksMeasured,
-    PeersSeen,
-    SpeedMeasured,
-    Suspected,
-    Trouble,
-)
+from skein.protocol.messages import directives, reports
 from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.building import Building
 from skein.protocol.worker.copies import Copies
@@ -80,7 +47,7 @@ class Worker:
         self._copies = Copies(self._standing)
         self._building = Building(self._standing)
         self._timing = Timing(identity.worker)
-        self._adopting: NewGeneration | None = None
+        self._adopting: directives.NewGeneration | None = None
         self._running: Op | None = None
         self._is_running_void = False
         self._is_to_acknowledge = False
@@ -116,7 +83,12 @@ class Worker:
                 self.progress += 1
             case io.SnapshotsHeld() | io.PrefetchEnded() | io.PrefetchFailed() | io.OpeningEnded():
                 self._copies.ended(event)
-            case CheckpointWritten() | CheckpointUnwritten() | LinksMeasured() | PeersSeen():
+            case (
+                reports.CheckpointWritten()
+                | reports.CheckpointUnwritten()
+                | reports.LinksMeasured()
+                | reports.PeersSeen()
+            ):
                 self._standing.tell(event)
             case io.DeviceMeasured():
                 self._device_measured(event)
@@ -178,7 +150,7 @@ class Worker:
         self._next_beat = now + self._beat_s
         identity = self.identity
         self._standing.tell(
-            Hello(
+            reports.Hello(
                 worker=identity.worker,
                 incarnation=identity.incarnation,
                 protocol_version=PROTOCOL_VERSION,
@@ -192,7 +164,7 @@ class Worker:
             )
         )
         if self._is_stopping:
-            self._standing.tell(Leaving(reason="asked to stop"))
+            self._standing.tell(reports.Leaving(reason="asked to stop"))
 
     def _stream_lost(self) -> None:
         self._standing.is_connected = False
@@ -202,7 +174,9 @@ class Worker:
 
     def _beat(self, *, now: float) -> None:
         if self._next_beat is not None and now >= self._next_beat:
-            self._standing.tell(Beat(progress=self.progress, running_s=self._running_s(now), statistics=()))
+            self._standing.tell(
+                reports.Beat(progress=self.progress, running_s=self._running_s(now), statistics=())
+            )
             times = self._timing.report(self.generation)
             if times is not None:
                 self._standing.tell(times)
@@ -216,7 +190,7 @@ class Worker:
             return
         self._is_stopping = True
         if self._standing.is_connected:
-            self._standing.tell(Leaving(reason=reason))
+            self._standing.tell(reports.Leaving(reason=reason))
         else:
             self._exit(reason, is_clean=True)
 
@@ -225,55 +199,61 @@ class Worker:
 
     def _send_failed(self, event: io.SendFailed) -> None:
         if event.generation == self.generation:
-            suspected = Suspected(generation=self.generation, peer=event.to, reason=event.reason)
+            suspected = reports.Suspected(generation=self.generation, peer=event.to, reason=event.reason)
             self._standing.tell(suspected)
 
     def _device_measured(self, event: io.DeviceMeasured) -> None:
         """Report the speed, and put it in the profile: a new coordinator's stream hears the same later."""
         profile = replace(self.identity.profile, flops_per_s=event.flops_per_s, spread=event.spread)
         self.identity = replace(self.identity, profile=profile)
-        self._standing.tell(SpeedMeasured(flops_per_s=event.flops_per_s, spread=event.spread))
+        self._standing.tell(reports.SpeedMeasured(flops_per_s=event.flops_per_s, spread=event.spread))
 
     # --- directives ---
 
-    def _directive(self, directive: Directive, *, now: float) -> None:
+    def _directive(self, directive: directives.Directive, *, now: float) -> None:
         match directive:
-            case Welcome():
+            case directives.Welcome():
                 if directive.epoch >= self.epoch:
                     self._standing.epoch = directive.epoch
                     self._standing.position = directive.position
                     self._standing.probe_door = directive.door
                     self._beat_s = directive.beat_s
                     self._next_beat = now + directive.beat_s
-            case Refused():
+            case directives.Refused():
                 self._exit(directive.reason, is_clean=False)
-            case Prefetch() | OpenData() | Follow():
+            case directives.Prefetch() | directives.OpenData() | directives.Follow():
                 self._copies.take(directive)
-            case Snapshot():
+            case directives.Snapshot():
                 if (directive.epoch, directive.generation) == self._standing.place:
                     self._copies.snapshot(directive)
-            case Probe():
+            case directives.Probe():
                 self._standing.commands.append(io.MeasureLinks(peers=directive.peers))
-            case Measure():
+            case directives.Measure():
                 self._standing.commands.append(io.MeasureDevice())
-            case Look():
+            case directives.Look():
                 self._standing.commands.append(io.LookAtPeers(peers=directive.peers))
-            case Dismiss():
+            case directives.Dismiss():
                 self._dismiss(directive)
-            case NewGeneration():
+            case directives.NewGeneration():
                 self._new_generation(directive)
-            case Assign():
+            case directives.Assign():
                 if (directive.epoch, directive.generation) == self._standing.place:
                     self._building.want(directive)
-            case Start() | Evaluate() | Prepare() | Commit() | Save():
+            case (
+                directives.Start()
+                | directives.Evaluate()
+                | directives.Prepare()
+                | directives.Commit()
+                | directives.Save()
+            ):
                 if (directive.epoch, directive.generation) == self._standing.place:
-                    if isinstance(directive, Commit):
+                    if isinstance(directive, directives.Commit):
                         self._standing.heard_of(directive.position)
                     self._steps.take(directive)
             case _:
                 assert_never(directive)
 
-    def _new_generation(self, directive: NewGeneration) -> None:
+    def _new_generation(self, directive: directives.NewGeneration) -> None:
         standing = self._standing
         if (directive.epoch, directive.generation) <= standing.place:
             return
@@ -292,7 +272,7 @@ class Worker:
         self._adopting = directive
         self._building.cancel()
 
-    def _dismiss(self, directive: Dismiss) -> None:
+    def _dismiss(self, directive: directives.Dismiss) -> None:
         if directive.epoch < self.epoch:
             return
         if directive.job in (None, self.job, self._copies.job):
@@ -322,7 +302,7 @@ class Worker:
             return
         self._steps.settle(assign)
         self._standing.tell(
-            ChunksReady(
+            reports.ChunksReady(
                 generation=event.generation,
                 num_train_samples=event.num_train_samples,
                 num_validation_samples=event.num_validation_samples,
@@ -358,7 +338,9 @@ class Worker:
         self._is_to_acknowledge = False
         chunks, progress = self._steps.fenced()
         self._standing.tell(
-            Ack(generation=self.generation, chunks=chunks, progress=progress, backups=self._copies.held)
+            reports.Ack(
+                generation=self.generation, chunks=chunks, progress=progress, backups=self._copies.held
+            )
         )
 
     def _op_ended(self, op: Op, outcome: OpOutcome) -> None:
@@ -395,9 +377,11 @@ class Worker:
             return  # It was of an older generation, which is over anyway.
         if outcome.blamed not in (None, self.identity.worker):
             reason = f"sent what cannot be used: {outcome.reason}"
-            self._standing.tell(Suspected(generation=self.generation, peer=outcome.blamed, reason=reason))
+            self._standing.tell(
+                reports.Suspected(generation=self.generation, peer=outcome.blamed, reason=reason)
+            )
             return
-        trouble = Trouble(
+        trouble = reports.Trouble(
             generation=self.generation,
             is_fatal=outcome.is_fatal,
             reason=outcome.reason,
