@@ -24,12 +24,15 @@ from skein.errors import UserError
 from skein.model.layers import AnyModel
 from skein.storage.roots import EVERYTHING, Roots
 from worker.data.cache import TokenCache
-from worker.data.digits import open_digits
-from worker.data.samples import Integers, Samples
+from worker.data.digits import Digits, open_digits
+from worker.data.samples import Integers, SampleWindows
 from worker.data.text import SourceOpening, open_source, open_tokens
 from worker.data.tokenizer import load_tokenizer
 
 NO_CACHE = TokenCache(None)
+
+Samples = SampleWindows | Digits
+"""The samples of one source, `0 <= sample < num_samples`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +117,9 @@ def open_dataset(
     """
     size, tokenizer = model.vocab_size, None
     if size is None:
-        sources = tuple(_open_image(source, field) for field, source in data.named_sources)
+        sources: tuple[Samples, ...] = tuple(
+            _open_image(source, field) for field, source in data.named_sources
+        )
     else:
         if data.has_text:
             tokenizer = load_tokenizer(data.tokenizer, vocab_size=size, separator=data.separator, roots=roots)

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 from threading import Lock
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,71 +17,30 @@ NO_LABEL = -100
 _MAX_OPEN = 32
 
 Integers = NDArray[np.integer]
-Floats = NDArray[np.floating]
-
-
-class Samples(Protocol):
-    """The samples of one source, `0 <= sample < num_samples`."""
-
-    @property
-    def num_samples(self) -> int: ...
-
-    @property
-    def digest(self) -> str:
-        """Names the content: equal on two workers if and only if they read the same samples."""
-        ...
-
-    def read(self, sample: int) -> tuple[Integers | Floats, Integers]:
-        """Inputs and labels of one sample, without a batch dimension."""
-        ...
-
-
-class TokenStream(Protocol):
-    """All tokens of one source, in order."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    def read(self, start: int, stop: int) -> Integers:
-        """Tokens [start, stop), where 0 <= start <= stop <= num_tokens."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleWindows:
     """Samples of `sequence_tokens` tokens each: inputs and, one token later, labels; both int64."""
 
-    stream: TokenStream
+    stream: "TokenStream"
     sequence_tokens: int
     digest: str
+    """Names the content: equal on two workers if and only if they read the same samples."""
 
     @property
     def num_samples(self) -> int:
-        return max(0, -(-(self.stream.num_tokens - 1) // self.sequence_tokens))
+        return max(0, -(-(len(self.stream) - 1) // self.sequence_tokens))
 
     def read(self, sample: int) -> tuple[Integers, Integers]:
         """Tokens [sample * T, sample * T + T) as inputs, padded with 0; the labels that do not exist are -100."""
         start = sample * self.sequence_tokens
-        tokens = self.stream.read(start, min(start + self.sequence_tokens + 1, self.stream.num_tokens))
+        tokens = self.stream[start : min(start + self.sequence_tokens + 1, len(self.stream))]
         inputs = np.zeros(self.sequence_tokens, np.int64)
         labels = np.full(self.sequence_tokens, NO_LABEL, np.int64)
         inputs[: len(tokens)] = tokens[: self.sequence_tokens]
         labels[: len(tokens) - 1] = tokens[1:]
         return inputs, labels
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArrayTokens:
-    """A flat array of tokens, as a rule mapped."""
-
-    tokens: Integers
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    def read(self, start: int, stop: int) -> Integers:
-        return self.tokens[start:stop]
 
 
 class FileReader:
@@ -125,61 +84,48 @@ class FileReader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileBytes:
-    """The bytes of many files, a separator after each if there is one, read where they lie: no copy anywhere."""
+class FileTokens:
+    """The tokens in files, a separator after each file if there is one, read where they lie: no copy anywhere."""
 
     files: tuple[DataFile, ...]
+    dtype: np.dtype[np.integer]
     starts: NDArray[np.int64]
     """Start of each file in the stream; one more than there are files, the last is the end."""
     separator: int | None
     reader: FileReader
 
     @staticmethod
-    def of(files: tuple[DataFile, ...], *, separator: int | None, field: str) -> "FileBytes":
+    def of(
+        files: tuple[DataFile, ...], dtype: np.dtype[np.integer], *, separator: int | None = None, field: str
+    ) -> "FileTokens":
         """The stream over `files`; `field` names their path in the job file."""
-        gap = separator is not None
-        starts = np.cumsum([0, *(file.size + gap for file in files)], dtype=np.int64)
-        return FileBytes(files=files, starts=starts, separator=separator, reader=FileReader(field))
+        sizes = (file.size // dtype.itemsize + (separator is not None) for file in files)
+        starts = np.cumsum([0, *sizes], dtype=np.int64)
+        return FileTokens(
+            files=files, dtype=dtype, starts=starts, separator=separator, reader=FileReader(field)
+        )
 
-    @property
-    def num_tokens(self) -> int:
+    def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def read(self, start: int, stop: int) -> Integers:
-        """Bytes [start, stop) of the stream.
+    def __getitem__(self, span: slice) -> Integers:
+        """Tokens of the stream from one place to another.
 
         Raises:
             UserError: a file was moved or shortened since it was opened.
         """
-        out = np.full(stop - start, self.separator or 0, np.uint8)
-        index, place = int(np.searchsorted(self.starts, start, side="right")) - 1, start
-        while place < stop:
+        out = np.full(span.stop - span.start, self.separator or 0, self.dtype)
+        index, place = int(np.searchsorted(self.starts, span.start, side="right")) - 1, span.start
+        size = self.dtype.itemsize
+        while place < span.stop:
             file, first = self.files[index], int(self.starts[index])
-            wanted = min(stop, first + file.size) - place
+            wanted = min(span.stop, first + file.size // size) - place
             if wanted > 0:
-                found = self.reader.read(file, place - first, wanted)
-                out[place - start : place - start + wanted] = np.frombuffer(found, np.uint8)
+                found = self.reader.read(file, (place - first) * size, wanted * size)
+                out[place - span.start :][:wanted] = np.frombuffer(found, self.dtype)
             index, place = index + 1, int(self.starts[index + 1])
         return out
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileTokens:
-    """A flat array of tokens in a file, read where it lies."""
-
-    file: DataFile
-    dtype: np.dtype[np.integer]
-    reader: FileReader
-
-    @property
-    def num_tokens(self) -> int:
-        return self.file.size // self.dtype.itemsize
-
-    def read(self, start: int, stop: int) -> Integers:
-        """Tokens [start, stop).
-
-        Raises:
-            UserError: the file was moved or shortened since it was opened.
-        """
-        size = self.dtype.itemsize
-        return np.frombuffer(self.reader.read(self.file, start * size, (stop - start) * size), self.dtype)
+TokenStream = Integers | FileTokens
+"""All tokens of one source, in order."""

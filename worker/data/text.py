@@ -22,15 +22,7 @@ from worker.data.documents import (
     whole_files,
 )
 from worker.data.files import DataFile, digest_of_files, open_files, readable
-from worker.data.samples import (
-    ArrayTokens,
-    FileBytes,
-    FileReader,
-    FileTokens,
-    Integers,
-    SampleWindows,
-    TokenStream,
-)
+from worker.data.samples import FileTokens, Integers, SampleWindows, TokenStream
 from worker.data.tokenizer import ByteTokenizer, Tokenizer
 
 _SCAN_BYTES = 4 << 20
@@ -68,12 +60,14 @@ def open_source(
     files = open_files(source.path, patterns, field=field, roots=opening.roots)
     stream: TokenStream
     if isinstance(source, TextSource) and isinstance(tokenizer, ByteTokenizer) and not has_packed(files):
-        stream = FileBytes.of(files, separator=tokenizer.separator.token, field=f"{field}.path")
+        stream = FileTokens.of(
+            files, tokenizer.dtype, separator=tokenizer.separator.token, field=f"{field}.path"
+        )
         is_empty = not any(file.size for file in files)
     else:
         stream = _tokens(source, files, tokenizer, opening.cache, field)
         is_empty = False
-    if is_empty or stream.num_tokens < 2:
+    if is_empty or len(stream) < 2:
         hint = "holds no text: give at least one file that is not empty"
         raise UserError(f"{field}.path", source.path, hint)
     digest = f"{tokenizer.digest} {digest_of_files(files)}"
@@ -86,7 +80,7 @@ def _tokens(
     tokenizer: Tokenizer,
     cache: TokenCache,
     field: str,
-) -> ArrayTokens:
+) -> Integers:
     documents: Callable[[], Iterator[Document]]
     match source:
         case TextSource():
@@ -96,7 +90,7 @@ def _tokens(
         case ParquetSource():
             kind, documents = f"parquet {source.field}", lambda: rows_of_parquet(files, source.field, field)
     key = _key(kind, files, tokenizer)
-    return ArrayTokens(tokens=cache.tokens(key, tokenizer.dtype, lambda: tokenizer.stream(documents())))
+    return cache.tokens(key, tokenizer.dtype, lambda: tokenizer.stream(documents()))
 
 
 def _key(kind: str, files: Iterable[DataFile], tokenizer: Tokenizer) -> str:
@@ -131,7 +125,7 @@ def open_tokens(source: TokenSource, opening: SourceOpening, *, field: str) -> S
             size += len(part)
             call_moved()
     file = DataFile(place=place, name=Path(source.path).name, size=size, sha256=digest.hexdigest())
-    stream = FileTokens(file=file, dtype=dtype, reader=FileReader(f"{field}.path"))
+    stream = FileTokens.of((file,), dtype, field=f"{field}.path")
     name = f"{source.dtype} {digest_of_files([file])}"
     return SampleWindows(stream=stream, sequence_tokens=opening.sequence_tokens, digest=name)
 

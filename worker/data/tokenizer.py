@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,25 +28,6 @@ _GROUP_PIECES = 32
 """So many pieces are encoded side by side: together this bounds the tokens that exist as Python objects."""
 
 
-class Tokenizer(Protocol):
-    """Tokenizer of documents; equal digests mean equal tokens."""
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def separator(self) -> Separator: ...
-
-    @property
-    def dtype(self) -> np.dtype[np.integer]:
-        """The smallest that holds every token."""
-        ...
-
-    def stream(self, documents: Iterable[Document]) -> Iterator[Integers]:
-        """The tokens of all documents, a separator after each, in arrays of bounded length."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteTokenizer:
     """A token is a byte."""
@@ -62,7 +43,7 @@ class ByteTokenizer:
         return _digest(BYTES, self.separator, is_usual=self.separator == separator_of_bytes(None))
 
     def stream(self, documents: Iterable[Document]) -> Iterator[Integers]:
-        """Tokens as in `Tokenizer`: one for each byte."""
+        """The tokens of all documents, a separator after each, in arrays of bounded length."""
         end = bytes([] if self.separator.token is None else [self.separator.token])
         parts = (part for document in documents for part in (*document.pieces, end))
         return (np.frombuffer(group, np.uint8) for group in _grouped(parts))
@@ -94,9 +75,10 @@ class FileTokenizer:
     tokenizer: "tokenizers.Tokenizer"
     separator: Separator
     dtype: np.dtype[np.integer]
+    """The smallest that holds every token."""
 
     def stream(self, documents: Iterable[Document]) -> Iterator[Integers]:
-        """Tokens as in `Tokenizer`.
+        """The tokens of all documents, a separator after each, in arrays of bounded length.
 
         Raises:
             UserError: a document is not UTF-8, or the tokenizer cannot express it.
@@ -117,6 +99,10 @@ class FileTokenizer:
                 raise
             hint = f"cannot express {where} or what follows it ({error}): give another file, or 'bytes'"
             raise UserError(_FIELD, self.path, hint) from error
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
+"""Tokenizer of documents; equal digests mean equal tokens."""
 
 
 def load_tokenizer(
