@@ -1,70 +1,153 @@
-"""Statistics that workers report with their beats, re-exported under own names: a value for each worker and label."""
+"""Statistics that workers report with their beats, re-exported under own names: a value for each worker and label.
 
-from collections.abc import Iterator, Mapping
+Rules of this file
+- What is not in the table is dropped: a worker makes no series by inventing names.
+- Labels of one statistic are bounded; the rest is summed under "other", and none of their values is lost.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from coordinator.telling.statistics import LINK, RE_EXPORTED, SHARDS, ReExport, StatisticKind, bounded_labels
+from skein.protocol.messages.directives import Count
 from skein.types import WorkerId
 
 MAX_WORKERS = 256
 """Statistics of workers beyond so many, by id, are not re-exported."""
+MAX_LABELS = 64
+"""Labels of one statistic of one worker; the rest is summed under "other"."""
+_MAX_LABEL_CHARACTERS = 96
+"""A worker's name has 64 at most, and a rule's goes before it."""
+_Counts = Mapping[str, Mapping[str, float]]
+"""Values of one worker, by name and label."""
 
-_FAMILIES: Mapping[StatisticKind, type[SummaryMetricFamily | CounterMetricFamily | GaugeMetricFamily]] = {
-    StatisticKind.SUMMARY: SummaryMetricFamily,
-    StatisticKind.COUNTER: CounterMetricFamily,
-    StatisticKind.GAUGE: GaugeMetricFamily,
-}
+
+@dataclass(frozen=True, slots=True)
+class ReExport:
+    """A statistic of workers: its name there, its kind to Prometheus, what it says, and its labels here.
+
+    One label is the worker; the others are the parts of the worker's own label, which slashes join. `shown` is the name
+    here, where that is another.
+    """
+
+    name: str
+    family: type[SummaryMetricFamily | CounterMetricFamily | GaugeMetricFamily]
+    about: str
+    labels: tuple[str, ...] = ("worker",)
+    shown: str = ""
+
+    def new_metric(self) -> SummaryMetricFamily | CounterMetricFamily | GaugeMetricFamily:
+        """The metric without a value."""
+        about = f"{self.about}, by worker" if "worker" in self.labels else self.about
+        return self.family(self.shown or self.name, about, labels=self.labels)
+
+    def values_of(self, worker: WorkerId, label: str) -> list[str]:
+        """Values of the labels, for one label of a worker."""
+        parts = iter(label.split("/", len(self.labels) - 2))
+        return [worker if x in ("worker", "src") else next(parts, "") or "other" for x in self.labels]
+
+
+_BY_KIND, _BY_REASON, _BY_STAGE = ("worker", "kind"), ("worker", "reason"), ("worker", "stage")
+RE_EXPORTED = (
+    ReExport("skein_worker_op_seconds", SummaryMetricFamily, "Time that ops took", _BY_KIND),
+    ReExport("skein_worker_op_failures", CounterMetricFamily, "Ops that failed", _BY_KIND),
+    ReExport("skein_worker_step_seconds", SummaryMetricFamily, "From one update to the next"),
+    ReExport("skein_worker_bubble_ratio", GaugeMetricFamily, "Share of the last step without an op"),
+    ReExport("skein_worker_in_flight_microbatches", GaugeMetricFamily, "Microbatches that hold a slot"),
+    ReExport("skein_worker_queued_ops", GaugeMetricFamily, "Ops that could run", _BY_KIND),
+    ReExport("skein_worker_payload_bytes", GaugeMetricFamily, "Tensors that are filed"),
+    ReExport("skein_worker_refusals", CounterMetricFamily, "Tensors that were refused", _BY_REASON),
+    ReExport("skein_worker_rpc_errors", CounterMetricFamily, "Calls that failed", _BY_REASON),
+    ReExport("skein_worker_checkpoint_seconds", SummaryMetricFamily, "Time that writing a stage took"),
+    ReExport("skein_worker_checkpoint_bytes", CounterMetricFamily, "Checkpoint bytes written"),
+    ReExport(
+        "skein_worker_consensus_distance",
+        GaugeMetricFamily,
+        "Norm of the difference from where the newest exchange draws a walker",
+        _BY_STAGE,
+        "skein_consensus_distance",
+    ),
+    ReExport(
+        "skein_worker_error_feedback_norm",
+        GaugeMetricFamily,
+        "Norm of what was rounded away and is still to be sent",
+        _BY_STAGE,
+        "skein_error_feedback_norm",
+    ),
+    ReExport(
+        "skein_worker_compression_ratio",
+        GaugeMetricFamily,
+        "Bytes of the newest exchange in float32, by those that it took",
+        shown="skein_compression_ratio",
+    ),
+    ReExport(
+        "skein_worker_leader_changes",
+        CounterMetricFamily,
+        "How often other walkers began to lead",
+        shown="skein_leader_changes",
+    ),
+    ReExport(
+        "skein_worker_sent_bytes",
+        CounterMetricFamily,
+        "Tensor bytes by directed link",
+        ("src", "dst"),
+        "skein_link_bytes",
+    ),
+    ReExport(
+        "skein_worker_aggregation_bytes",
+        CounterMetricFamily,
+        "Of those the bytes of aggregation, by rule",
+        ("rule", "src", "dst"),
+        "skein_aggregation_bytes",
+    ),
+)
+_NAMES = {f"{export.name}{end}" for export in RE_EXPORTED for end in ("", "_sum", "_count", "_total")}
 
 
 class StatisticsCollector(Collector):
     """The newest statistics of each live worker."""
 
     def __init__(self) -> None:
-        self.counts_by_worker: Mapping[WorkerId, Mapping[str, Mapping[str, float]]] = {}
+        self.counts_by_worker: Mapping[WorkerId, _Counts] = {}
 
     def collect(self) -> Iterator[Metric]:
         counts_by_worker = self.counts_by_worker
         for export in RE_EXPORTED:
-            labels = ["worker", export.label] if export.label else ["worker"]
-            metric = _FAMILIES[export.kind](
-                export.shown or export.name, f"{export.about}, by worker", labels=labels
-            )
+            metric = export.new_metric()
             for worker in sorted(counts_by_worker)[:MAX_WORKERS]:
                 _add(metric, export, worker, counts_by_worker[worker])
             yield metric
-        links = CounterMetricFamily("skein_link_bytes", LINK.about, labels=["src", "dst"])
-        for worker in sorted(counts_by_worker)[:MAX_WORKERS]:
-            for peer, value in bounded_labels(counts_by_worker[worker].get(f"{LINK.name}_total", {})).items():
-                links.add_metric([worker, peer], value)
-        yield links
-        shards = CounterMetricFamily("skein_aggregation_bytes", SHARDS.about, labels=["rule", "src", "dst"])
-        for worker in sorted(counts_by_worker)[:MAX_WORKERS]:
-            for label, value in bounded_labels(
-                counts_by_worker[worker].get(f"{SHARDS.name}_total", {})
-            ).items():
-                rule, _, peer = label.partition("/")
-                shards.add_metric([rule, worker, peer or "other"], value)
-        yield shards
 
 
-def _add(
-    metric: Metric, export: ReExport, worker: WorkerId, counts: Mapping[str, Mapping[str, float]]
-) -> None:
+def _add(metric: Metric, export: ReExport, worker: WorkerId, counts: _Counts) -> None:
     match metric:
         case SummaryMetricFamily():
             sums = bounded_labels(counts.get(f"{export.name}_sum", {}))
             numbers = bounded_labels(counts.get(f"{export.name}_count", {}))
             for label in sums.keys() & numbers.keys():
-                metric.add_metric(_labels(export, worker, label), int(numbers[label]), sums[label])
-        case CounterMetricFamily():
-            for label, value in bounded_labels(counts.get(f"{export.name}_total", {})).items():
-                metric.add_metric(_labels(export, worker, label), value)
-        case GaugeMetricFamily():
-            for label, value in bounded_labels(counts.get(export.name, {})).items():
-                metric.add_metric(_labels(export, worker, label), value)
+                metric.add_metric(export.values_of(worker, label), int(numbers[label]), sums[label])
+        case CounterMetricFamily() | GaugeMetricFamily():
+            name = f"{export.name}_total" if isinstance(metric, CounterMetricFamily) else export.name
+            for label, value in bounded_labels(counts.get(name, {})).items():
+                metric.add_metric(export.values_of(worker, label), value)
 
 
-def _labels(export: ReExport, worker: WorkerId, label: str) -> list[str]:
-    return [worker, label] if export.label else [worker]
+def bounded_labels(values: Mapping[str, float]) -> dict[str, float]:
+    """Values of the first labels under them, those of the rest together."""
+    kept = sorted(values)[:MAX_LABELS]
+    found = {label: values[label] for label in kept}
+    if len(values) > len(kept):
+        found["other"] = math.fsum(values[label] for label in values.keys() - found.keys())
+    return found
+
+
+def counts_by_name(counts: Iterable[Count]) -> _Counts:
+    """Finite values of known statistics."""
+    found: dict[str, dict[str, float]] = {}
+    for count in counts:
+        if count.name in _NAMES and math.isfinite(count.value):
+            found.setdefault(count.name, {})[count.label[:_MAX_LABEL_CHARACTERS]] = count.value
+    return found

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Condition, Thread
-from typing import Protocol
 
 from google.protobuf import json_format
 
@@ -29,29 +28,6 @@ MAX_TOTAL_BYTES = 256 << 20
 MAX_WAITING = 10_000
 """Lines that may wait to be written. More come only where the disk stands still; those are not kept."""
 _log = logging.getLogger("coordinator")
-
-
-class Lines(Protocol):
-    """Keeps passing events of jobs."""
-
-    def append(self, job: JobId, event: JobEvent) -> None:
-        """Keep an event; never waits."""
-        ...
-
-    async def read(self, job: JobId) -> list[JobEvent]:
-        """All of a job that are kept, those given to `append` before this included, oldest first."""
-        ...
-
-
-class NoLines:
-    """Keeps none."""
-
-    def append(self, job: JobId, event: JobEvent) -> None:
-        """Forgotten."""
-
-    async def read(self, job: JobId) -> list[JobEvent]:
-        """None."""
-        return []
 
 
 class JobLines:
@@ -84,7 +60,7 @@ class JobLines:
         self._is_failing = False
 
     def append(self, job: JobId, event: JobEvent) -> None:
-        """Queue an event to be written, as in `Lines`."""
+        """Keep an event; never waits."""
         if self._num_given - self._num_written >= MAX_WAITING:
             self._failed("the disk stands still")
             return
@@ -95,7 +71,10 @@ class JobLines:
         self._waiting.put((job, event))
 
     async def read(self, job: JobId) -> list[JobEvent]:
-        """Events of a job, as in `Lines`; none where the disk does not answer."""
+        """All events of a job that are kept, those given to `append` before this included, oldest first.
+
+        None where the disk does not answer.
+        """
         try:
             return await self._outside.answer(
                 partial(self._read, job, self._num_given), f"the lines of {job}"

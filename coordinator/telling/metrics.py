@@ -18,29 +18,21 @@ from prometheus_client import generate_latest as render_text
 
 import skein
 from coordinator.records.journal import Fold, job_of_record
-from coordinator.telling.exporting import MAX_WORKERS, StatisticsCollector
-from coordinator.telling.statistics import MAX_LABELS, counts_by_name
+from coordinator.telling.exporting import MAX_LABELS, MAX_WORKERS, StatisticsCollector, counts_by_name
 from coordinator.telling.status import chunk_times
 from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator.view import CoordinatorView
 from skein.protocol.log.incident import num_replayed
 from skein.protocol.log.records import (
-    Averaged,
     CheckpointChecked,
     CheckpointCommitted,
-    DataCounted,
     Diverged,
-    Drained,
-    EpochOpened,
     Evaluated,
     GenerationOpened,
-    HaltAsked,
     Incident,
     IncidentKind,
     JobEnded,
     JobHeld,
-    JobResumed,
-    JobSubmitted,
     PlanAdopted,
     Record,
     Remedy,
@@ -280,15 +272,7 @@ class CoordinatorMetrics:
             case JobEnded() | JobHeld():
                 kept.checkpoint_wall_s = None
                 self._throughput.labels(job).set(0)
-            case (
-                EpochOpened()
-                | JobSubmitted()
-                | Drained()
-                | Averaged()
-                | HaltAsked()
-                | JobResumed()
-                | DataCounted()
-            ):
+            case _:
                 pass
 
     def _stepped(self, job: JobId, fold: Fold, record: StepCommitted) -> None:

@@ -8,10 +8,9 @@ from http import HTTPStatus
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.telling.exporting import MAX_WORKERS
+from coordinator.telling.exporting import MAX_LABELS, MAX_WORKERS
 from coordinator.telling.exposition import Exposition, targets
 from coordinator.telling.metrics import MAX_JOBS, CoordinatorMetrics
-from coordinator.telling.statistics import MAX_LABELS
 from coordinator.telling.status import Roster
 from skein.plan.plan import Infeasible
 from skein.protocol.coordinator.coordinator import Coordinator

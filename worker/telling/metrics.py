@@ -2,6 +2,7 @@
 
 from collections import Counter as Counts
 from collections.abc import Iterable, Mapping
+from functools import partial
 from http import HTTPStatus
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -22,39 +23,29 @@ _MAX_PEERS = 64
 """Peers beyond so many share the label `other`: labels stay bounded however many come and go."""
 
 
-class _Transport(Collector):
-    """Counters of the transport, as they stand when asked."""
-
-    def __init__(self, statistics: Statistics) -> None:
-        self._statistics = statistics
-
-    def collect(self) -> Iterable[CounterMetricFamily]:
-        counted = self._statistics
-        yield _family("sent_bytes", "Tensor bytes sent, by peer", "peer", _bounded(counted.sent_bytes))
-        yield _family(
-            "received_bytes", "Tensor bytes received, by peer", "peer", _bounded(counted.received_bytes)
-        )
-        yield _family("sent_tensors", "Tensors that peers took, by lane", "lane", counted.accepted)
-        yield _family("resent_tensors", "Tensors offered once more, by lane", "lane", counted.resent)
-        yield _family("failed_tensors", "Tensors given up, by peer", "peer", _bounded(counted.failed))
-        yield _family("refused_tensors", "What peers did not take, by reason", "reason", counted.refused)
-        yield _family("refusals", "What this worker did not take, by reason", "reason", counted.refusals)
-
-
 _ABOUT = {
     AggregationMeasure.CONSENSUS_DISTANCE: "Norm of the difference from where the newest exchange draws a walker",
     AggregationMeasure.ERROR_FEEDBACK_NORM: "Norm of what was rounded away and is still to be sent",
 }
 
 
-class _Aggregation(Collector):
-    """Metrics of aggregation, as they stand when asked."""
+class _WhenAsked(Collector):
+    """Counters of the transport and numbers of aggregation, as they stand when asked."""
 
     def __init__(self, statistics: Statistics, gauges: Gauges) -> None:
         self._statistics = statistics
         self._gauges = gauges
 
     def collect(self) -> Iterable[Metric]:
+        counted, gauges = self._statistics, self._gauges
+        yield _family("sent_bytes", "Tensor bytes sent, by peer", "peer", _bounded(counted.sent_bytes))
+        about = "Tensor bytes received, by peer"
+        yield _family("received_bytes", about, "peer", _bounded(counted.received_bytes))
+        yield _family("sent_tensors", "Tensors that peers took, by lane", "lane", counted.accepted)
+        yield _family("resent_tensors", "Tensors offered once more, by lane", "lane", counted.resent)
+        yield _family("failed_tensors", "Tensors given up, by peer", "peer", _bounded(counted.failed))
+        yield _family("refused_tensors", "What peers did not take, by reason", "reason", counted.refused)
+        yield _family("refusals", "What this worker did not take, by reason", "reason", counted.refusals)
         about = "Tensor bytes sent for aggregation, by rule and peer"
         sent = CounterMetricFamily("skein_worker_aggregation_bytes", about, labels=["rule", "peer"])
         for (rule, peer), num_bytes in sorted(self._sent_bytes().items()):
@@ -62,15 +53,13 @@ class _Aggregation(Collector):
         yield sent
         for measure, words in _ABOUT.items():
             gauge = GaugeMetricFamily(f"skein_worker_{measure}", f"{words}, by stage", labels=["stage"])
-            for key, value in self._gauges.values(measure).items():
+            for key, value in gauges.values(measure).items():
                 gauge.add_metric([key], value)
             yield gauge
         about = "Bytes of the newest exchange in float32, by those that it took"
-        ratio = self._gauges.compression_ratio
-        yield GaugeMetricFamily("skein_worker_compression_ratio", about, value=ratio)
+        yield GaugeMetricFamily("skein_worker_compression_ratio", about, value=gauges.compression_ratio)
         about = "How often other walkers began to lead this one"
-        changes = self._gauges.num_leader_changes
-        yield CounterMetricFamily("skein_worker_leader_changes", about, value=changes)
+        yield CounterMetricFamily("skein_worker_leader_changes", about, value=gauges.num_leader_changes)
 
     def _sent_bytes(self) -> dict[tuple[str, str], int]:
         by_rule: dict[str, Counts[WorkerId]] = {}
@@ -106,51 +95,39 @@ class WorkerMetrics:
 
     def __init__(self, statistics: Statistics, gauges: Gauges | None = None) -> None:
         self._registry = registry = CollectorRegistry()
-        self._op_seconds = Histogram(
-            "skein_worker_op_seconds",
-            "Time that ops took, by kind",
-            ["kind"],
-            buckets=_OP_BUCKETS,
-            registry=registry,
+        new_gauge, new_counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
+        new_histogram = partial(Histogram, registry=registry)
+        self._op_seconds = new_histogram(
+            "skein_worker_op_seconds", "Time that ops took, by kind", ["kind"], buckets=_OP_BUCKETS
         )
-        self._op_failures = Counter(
-            "skein_worker_op_failures_total", "Ops that failed, by kind", ["kind"], registry=registry
+        self._op_failures = new_counter(
+            "skein_worker_op_failures_total", "Ops that failed, by kind", ["kind"]
         )
-        self._step_seconds = Histogram(
-            "skein_worker_step_seconds",
-            "From one update to the next",
-            buckets=_STEP_BUCKETS,
-            registry=registry,
+        self._step_seconds = new_histogram(
+            "skein_worker_step_seconds", "From one update to the next", buckets=_STEP_BUCKETS
         )
-        self._bubble_ratio = Gauge(
-            "skein_worker_bubble_ratio", "Share of the last step in which no op ran", registry=registry
+        self._bubble_ratio = new_gauge(
+            "skein_worker_bubble_ratio", "Share of the last step in which no op ran"
         )
-        self._in_flight = Gauge(
-            "skein_worker_in_flight_microbatches", "Microbatches that hold a slot", registry=registry
+        self._in_flight = new_gauge("skein_worker_in_flight_microbatches", "Microbatches that hold a slot")
+        self._queued = new_gauge("skein_worker_queued_ops", "Ops that could run, by kind", ["kind"])
+        self._payload_bytes = new_gauge(
+            "skein_worker_payload_bytes", "Boundary tensors and shards that are filed"
         )
-        self._queued = Gauge(
-            "skein_worker_queued_ops", "Ops that could run, by kind", ["kind"], registry=registry
+        self._rpc_errors = new_counter(
+            "skein_worker_rpc_errors_total", "Calls that failed, by reason", ["reason"]
         )
-        self._payload_bytes = Gauge(
-            "skein_worker_payload_bytes", "Boundary tensors and shards that are filed", registry=registry
+        self._connected = new_gauge(
+            "skein_worker_control_streams", "1 while the coordinator is connected, else 0"
         )
-        self._rpc_errors = Counter(
-            "skein_worker_rpc_errors_total", "Calls that failed, by reason", ["reason"], registry=registry
+        about = "Time that writing a stage took, in the background"
+        self._checkpoint_seconds = new_histogram(
+            "skein_worker_checkpoint_seconds", about, buckets=_STEP_BUCKETS
         )
-        self._connected = Gauge(
-            "skein_worker_control_streams", "1 while the coordinator is connected, else 0", registry=registry
+        self._checkpoint_bytes = new_counter(
+            "skein_worker_checkpoint_bytes_total", "Checkpoint bytes written"
         )
-        self._checkpoint_seconds = Histogram(
-            "skein_worker_checkpoint_seconds",
-            "Time that writing a stage took, in the background",
-            buckets=_STEP_BUCKETS,
-            registry=registry,
-        )
-        self._checkpoint_bytes = Counter(
-            "skein_worker_checkpoint_bytes_total", "Checkpoint bytes written", registry=registry
-        )
-        registry.register(_Transport(statistics))
-        registry.register(_Aggregation(statistics, gauges or Gauges()))
+        registry.register(_WhenAsked(statistics, gauges or Gauges()))
         self._busy_s = 0.0
         self._step_began: float | None = None
 
