@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, assert_never
 
-from coordinator.filing import CheckpointFolders, Filing
+from coordinator.checkpoints import CheckpointStore
+from coordinator.filing import Filing
 from coordinator.records.journal import Journal
 from coordinator.streams import Stream
+from coordinator.telling.metrics import CoordinatorMetrics
 from skein.errors import LocalError
-from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import (
     Append,
@@ -69,18 +70,6 @@ class AppendLog(Protocol):
     def append(self, records: Sequence[Record]) -> None: ...
 
     def read(self) -> Iterator[Record]: ...
-
-
-class Meter(Protocol):
-    """Counts what the driver does."""
-
-    def appended(self, records: Sequence[Record], seconds: float) -> None: ...
-
-    def planned(self, result: Plan | Infeasible, seconds: float) -> None: ...
-
-    def heard(self, worker: WorkerId, report: Report) -> None: ...
-
-    def refused(self, method: str, reason: str) -> None: ...
 
 
 AnswerPlan = Callable[[MakePlan], Awaitable[PlanMade]]
@@ -143,10 +132,10 @@ class Driver:
         log: AppendLog,
         *,
         plan: AnswerPlan,
-        checkpoints: CheckpointFolders,
+        checkpoints: CheckpointStore,
         clock: Callable[[], float],
         journal: Journal,
-        meter: Meter,
+        meter: CoordinatorMetrics,
     ) -> None:
         self.machine = machine
         self.now = clock

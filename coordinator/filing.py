@@ -2,41 +2,24 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
-from coordinator.checkpoints import DamagedError
+from coordinator.checkpoints import CheckpointStore, DamagedError
 from skein.config.job import JobSpec
 from skein.errors import SkeinError
 from skein.protocol.coordinator.coordinator_io import CheckpointVerified, ManifestWritten, PruneCheckpoints
 from skein.protocol.log.records import CheckpointCommitted
 from skein.storage.outside import Outside
-from skein.types import Condition, JobId, Step
+from skein.types import Condition
 
 _log = logging.getLogger("coordinator")
-
-
-class CheckpointFolders(Protocol):
-    """Folders of checkpoints. All calls block, perhaps for ever; they are made one at a time."""
-
-    def write_manifest(self, checkpoint: CheckpointCommitted, spec: JobSpec) -> None:
-        """Make the checkpoint exist, or raise `UserError`, or `RemoteError` for what a worker says of its files."""
-        ...
-
-    def verify(self, checkpoint: CheckpointCommitted) -> None:
-        """Read all of it, or raise `DamagedError`, or `UserError` if it cannot be read."""
-        ...
-
-    def prune(self, job: JobId, url: str | None, keep: Sequence[Step]) -> None:
-        """Delete older checkpoints than the newest of `keep` that are not in it, or raise `UserError`."""
-        ...
 
 
 class Filing:
     """The files of all jobs' checkpoints. A place that does not answer holds the next question up for so long only."""
 
-    def __init__(self, files: CheckpointFolders) -> None:
+    def __init__(self, files: CheckpointStore) -> None:
         self._files = files
         self._turn = asyncio.Lock()
         self._outside = Outside()

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 from skein.protocol.worker.ops import HopKey
 from skein.types import Step
@@ -36,19 +35,6 @@ class _Spilled:
     num_bytes: int
 
 
-class Disk(Protocol):
-    """Place for entries that memory has no room for."""
-
-    def write(self, offset: int, bundle: Bundle) -> None:
-        """Put all bytes at `offset`; raises OSError if that fails."""
-
-    def read(self, offset: int, num_bytes: int) -> bytes:
-        """Exactly `num_bytes` bytes at `offset`; raises OSError if they are not there."""
-
-    def truncate(self) -> None:
-        """Forget everything."""
-
-
 class TemporaryFile:
     """A file without a name in the folder for temporary files: it is gone with the process."""
 
@@ -56,7 +42,7 @@ class TemporaryFile:
         self._file = tempfile.TemporaryFile(prefix="skein-boundary-")  # noqa: SIM115 - as long as the process lives
 
     def write(self, offset: int, bundle: Bundle) -> None:
-        """See `Disk`."""
+        """Put all bytes at `offset`; raises OSError if that fails."""
         for tensor in bundle:
             data = memoryview(tensor.data)
             while data:
@@ -64,14 +50,14 @@ class TemporaryFile:
                 data, offset = data[written:], offset + written
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """See `Disk`."""
+        """Exactly `num_bytes` bytes at `offset`; raises OSError if they are not there."""
         data = os.pread(self._file.fileno(), num_bytes, offset)
         if len(data) < num_bytes:
             raise OSError(f"{len(data)} of {num_bytes} bytes are there")
         return data
 
     def truncate(self) -> None:
-        """See `Disk`."""
+        """Forget everything."""
         os.ftruncate(self._file.fileno(), 0)
 
 
@@ -85,7 +71,11 @@ class BoundaryLog:
     """
 
     def __init__(
-        self, *, memory_bytes: int = MEMORY_BYTES, disk_bytes: int = DISK_BYTES, disk: Disk | None = None
+        self,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        disk_bytes: int = DISK_BYTES,
+        disk: TemporaryFile | None = None,
     ) -> None:
         self.num_bytes = 0
         """In memory."""

@@ -12,13 +12,12 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from skein.errors import RemoteError
 from skein.protocol.deadline import TimePassed
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Beat, LinksMeasured, PeersSeen, Report, Trouble
-from skein.protocol.messages.tensors import Envelope
 from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.keeping.desk import is_logged, key_of
 from skein.protocol.worker.ops import ApplyOp, OpFailed, TensorKey
@@ -26,9 +25,7 @@ from skein.protocol.worker.worker import Worker
 from skein.storage.outside import Outside
 from skein.topology.fleet import Link, Profile
 from skein.types import Generation
-from skein.wire.codec import Upward
 from skein.wire.extra import LogLine, LogLines
-from worker.bundle import Bundle
 from worker.chunks.build import Builder, Files
 from worker.chunks.copies import ChunkCopies
 from worker.chunks.saving import MovingBytes, Saver
@@ -38,25 +35,11 @@ from worker.executor import Executor, Ran, one_line
 from worker.inbox import WorkerInbox
 from worker.telling.metrics import WorkerMetrics
 from worker.telling.moments import named_moment, op_named, tell_report, unwatched
+from worker.transport.coordinator import ControlStream
 from worker.transport.links import Sight
+from worker.transport.peers import Peers
 
 _log = logging.getLogger(__name__)
-
-
-class Uplink(Protocol):
-    """The stream to the coordinator; `worker.transport.coordinator.ControlStream` is one."""
-
-    def send(self, report: Upward) -> None: ...
-
-
-class PeerLinks(Protocol):
-    """The sending half of the data plane; `worker.transport.peers.Peers` is one."""
-
-    def send(self, to: Member, envelope: Envelope, bundle: Bundle) -> None: ...
-
-    async def measure_link(self, member: Member) -> tuple[Link, Link]: ...
-
-    async def look_at(self, member: Member) -> Sight: ...
 
 
 class WorkerDriver:
@@ -76,8 +59,8 @@ class WorkerDriver:
         inbox: WorkerInbox,
         *,
         group: asyncio.TaskGroup,
-        control: Uplink,
-        peers: PeerLinks,
+        control: ControlStream,
+        peers: Peers,
         executor: Executor,
         builder: Builder,
         copies: ChunkCopies,

@@ -21,7 +21,7 @@ from skein.units import format_bytes
 from skein.wire.channel import bind, open_channel, open_server
 from skein.wire.credentials import Credentials
 from skein.wire.extra import FetchStateRequest, LogLine
-from skein.wire.leader import split_addresses
+from skein.wire.leader import Dial, split_addresses
 from skein.wire.process.files import raise_open_files
 from skein.wire.serving.doorway import GREETED_BYTES, Doorway
 from worker.boundary import BoundaryLog
@@ -39,7 +39,6 @@ from worker.service import PeerService
 from worker.telling.metrics import WorkerMetrics
 from worker.telling.moments import unwatched
 from worker.transport.coordinator import CheckpointFiles, ControlStream, Whereabouts
-from worker.transport.outbox import Dial
 from worker.transport.peers import Peers
 from worker.transport.statistics import Statistics
 

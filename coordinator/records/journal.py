@@ -16,7 +16,7 @@ from heapq import merge
 from itertools import takewhile
 from typing import assert_never
 
-from coordinator.telling.joblines import Lines, NoLines
+from coordinator.telling.joblines import JobLines
 from skein.protocol.log.records import (
     Averaged,
     CheckpointChecked,
@@ -207,7 +207,7 @@ class Journal:
 
     Args:
         read: the run log, for watchers that begin before what is in memory.
-        lines: keeps what passes, for them and for those who ask after a restart.
+        lines: keeps what passes, for them and for those who ask after a restart; None: nobody does.
         num_kept: recorded happenings of each job in memory.
         num_lines: passing happenings of each job in memory.
     """
@@ -216,12 +216,12 @@ class Journal:
         self,
         read: ReadRecords,
         *,
-        lines: Lines | None = None,
+        lines: JobLines | None = None,
         num_kept: int = NUM_KEPT,
         num_lines: int = NUM_LINES,
     ) -> None:
         self._read = read
-        self._lines = lines or NoLines()
+        self._lines = lines
         self._num_kept = num_kept
         self._num_lines = num_lines
         self._epoch = 0
@@ -295,7 +295,7 @@ class Journal:
         """Happenings after one event and up to another, from memory and from what is kept on disk."""
         kept = self._of(job)
         is_whole, in_memory = after >= kept.on_disk, list(_after(kept.passing, after))
-        stored = [] if is_whole else await self._lines.read(job)
+        stored = [] if is_whole or self._lines is None else await self._lines.read(job)
         lines = {event.key: event for event in (*stored, *in_memory)}
         left = deque(lines[key] for key in sorted(lines) if after < key <= until)
         async for event in self._recorded(job, since=after[0], until=until[0]):
@@ -334,7 +334,8 @@ class Journal:
         if len(kept.passing) == kept.passing.maxlen and kept.passing:
             kept.on_disk = kept.passing[0].key
         kept.passing.append(event)
-        self._lines.append(job, event)
+        if self._lines is not None:
+            self._lines.append(job, event)
         kept.wake()
 
     def _end(self, kept: _Kept) -> None:

@@ -57,20 +57,7 @@ class DType(StrEnum):
     @property
     def num_bytes(self) -> int:
         """Bytes of one element."""
-        return _BYTES_BY_DTYPE[self]
-
-
-_BYTES_BY_DTYPE = {
-    DType.FLOAT64: 8,
-    DType.FLOAT32: 4,
-    DType.FLOAT16: 2,
-    DType.BFLOAT16: 2,
-    DType.INT64: 8,
-    DType.INT32: 4,
-    DType.INT8: 1,
-    DType.UINT8: 1,
-    DType.BOOL: 1,
-}
+        return int("".join(filter(str.isdecimal, self)) or "8") // 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Errors that cross a process border: the status that they become, and what a status says to a person."""
 
-from collections.abc import Iterable
-from typing import NoReturn, cast
+from collections.abc import Iterable, Sequence
+from typing import NoReturn, TypeAlias, cast
 
 import grpc
 from grpc import aio
@@ -9,55 +9,41 @@ from grpc import aio
 import skein
 from skein.errors import LocalError, RemoteError, SkeinError, UserError
 
+_Code: TypeAlias = grpc.StatusCode
 _STATUS_BY_ERROR: tuple[tuple[type[SkeinError], grpc.StatusCode], ...] = (
-    (UserError, grpc.StatusCode.INVALID_ARGUMENT),
-    (RemoteError, grpc.StatusCode.FAILED_PRECONDITION),
-    (LocalError, grpc.StatusCode.INTERNAL),
+    (UserError, _Code.INVALID_ARGUMENT),
+    (RemoteError, _Code.FAILED_PRECONDITION),
+    (LocalError, _Code.INTERNAL),
 )
 _FIELD, _VALUE, _HINT = "skein-field-bin", "skein-value-bin", "skein-hint-bin"
 _MAX_VALUE_CHARACTERS = 200
 
-_CAUSES: tuple[tuple[grpc.StatusCode, str, str], ...] = (
+_CAUSES: tuple[tuple[grpc.StatusCode, Sequence[str], str], ...] = (
+    (_Code.UNAUTHENTICATED, (), "the token is missing or wrong: give the token file of that coordinator"),
     (
-        grpc.StatusCode.UNAUTHENTICATED,
-        "",
-        "the token is missing or wrong: give the token file of that coordinator",
-    ),
-    (
-        grpc.StatusCode.UNIMPLEMENTED,
-        "",
+        _Code.UNIMPLEMENTED,
+        (),
         f"another release runs there, here runs {skein.__version__}: upgrade the older",
     ),
+    (_Code.DEADLINE_EXCEEDED, (), "no answer in time: check that it is up and that no firewall is between"),
+    (_Code.UNAVAILABLE, ("refused",), "nothing listens there: start it, or check host and port"),
+    (_Code.UNAVAILABLE, ("resolving", "dns", "lookup"), "no such host: check the name"),
+    (_Code.UNAVAILABLE, ("http/2", "http1"), "what listens there does not speak gRPC: check the port"),
     (
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        "",
-        "no answer in time: check that it is up and that no firewall is between",
-    ),
-    (grpc.StatusCode.UNAVAILABLE, "refused", "nothing listens there: start it, or check host and port"),
-    (grpc.StatusCode.UNAVAILABLE, "resolving", "no such host: check the name"),
-    (grpc.StatusCode.UNAVAILABLE, "DNS", "no such host: check the name"),
-    (grpc.StatusCode.UNAVAILABLE, "lookup", "no such host: check the name"),
-    (grpc.StatusCode.UNAVAILABLE, "HTTP/2", "what listens there does not speak gRPC: check the port"),
-    (grpc.StatusCode.UNAVAILABLE, "http1", "what listens there does not speak gRPC: check the port"),
-    (
-        grpc.StatusCode.UNAVAILABLE,
-        "unreachable",
+        _Code.UNAVAILABLE,
+        ("unreachable",),
         "no route to that host: check the address and this machine's network",
     ),
-    (grpc.StatusCode.UNAVAILABLE, "timed out", "no connection in time: check the address and firewalls"),
+    (_Code.UNAVAILABLE, ("timed out",), "no connection in time: check the address and firewalls"),
     (
-        grpc.StatusCode.UNAVAILABLE,
-        "ping",
+        _Code.UNAVAILABLE,
+        ("ping", "keepalive"),
         "the connection fell silent: check that it is up and the link between",
     ),
-    (
-        grpc.StatusCode.UNAVAILABLE,
-        "keepalive",
-        "the connection fell silent: check that it is up and the link between",
-    ),
-    (grpc.StatusCode.UNAVAILABLE, "", "the connection broke: check that it is still up"),
-    (grpc.StatusCode.RESOURCE_EXHAUSTED, "", "a limit there was reached"),
+    (_Code.UNAVAILABLE, (), "the connection broke: check that it is still up"),
+    (_Code.RESOURCE_EXHAUSTED, (), "a limit there was reached"),
 )
+"""Status, words of which its details have one (none: any details), and what a person can do about it."""
 
 
 def status_of(error: SkeinError) -> grpc.StatusCode:
@@ -89,7 +75,7 @@ def describe_rpc_error(error: aio.AioRpcError, target: str) -> str:
     """Description of a failure in one line: which target, what happened, what to do."""
     details = " ".join((error.details() or "").split())
     code = error.code()
-    for known, part, cure in _CAUSES:
-        if code is known and part.lower() in details.lower():
-            return f"{target}: {cure}" + (f" ({details})" if not part and details not in cure else "")
+    for known, words, cure in _CAUSES:
+        if code is known and (not words or any(word in details.lower() for word in words)):
+            return f"{target}: {cure}" + (f" ({details})" if not words and details not in cure else "")
     return f"{target}: {code.name.lower().replace('_', ' ')}: {details or 'no details given'}"

@@ -5,15 +5,18 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from coordinator.checkpoints import CheckpointStore
 from coordinator.driver import AnswerPlan, Driver
 from coordinator.records.journal import Journal
 from coordinator.streams import Stream
+from coordinator.telling.metrics import CoordinatorMetrics
 from skein import PROTOCOL_VERSION
 from skein.config.job import BatchSpec, BudgetSpec, DataSpec, DigitsSource, JobSpec, ParallelSpec
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.plan.balanced import make_balanced_plan
-from skein.plan.plan import Infeasible, Plan
+from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import CancelAsked, MakePlan, PlanMade
 from skein.protocol.log.records import (
@@ -25,7 +28,7 @@ from skein.protocol.log.records import (
     StepCommitted,
 )
 from skein.protocol.messages.directives import CheckpointFile, Decision, NewGeneration, StepRecord
-from skein.protocol.messages.reports import Ack, Hello, Report
+from skein.protocol.messages.reports import Ack, Hello
 from skein.topology.fleet import Fleet, FleetWorker, Profile
 from skein.types import Epoch, Incarnation, JobId, SiteId, StageIndex, Step, WorkerId
 from tests.support.turns import until
@@ -126,10 +129,11 @@ class MemoryLog:
         return iter(tuple(self.records))
 
 
-class Files:
+class Files(CheckpointStore):
     """Checkpoint files that come out well unless there is an `error`, and what was asked of them."""
 
     def __init__(self) -> None:
+        super().__init__(Path("unused"))
         self.error: Exception | None = None
         self.manifests: list[CheckpointCommitted] = []
         self.pruned: list[tuple[JobId, tuple[Step, ...]]] = []
@@ -145,22 +149,6 @@ class Files:
 
     def prune(self, job: JobId, url: str | None, keep: Sequence[Step]) -> None:
         self.pruned.append((job, tuple(keep)))
-
-
-class NoMeter:
-    """Counts nothing."""
-
-    def appended(self, records: Sequence[Record], seconds: float) -> None:
-        pass
-
-    def planned(self, result: Plan | Infeasible, seconds: float) -> None:
-        pass
-
-    def refused(self, method: str, reason: str) -> None:
-        pass
-
-    def heard(self, worker: WorkerId, report: Report) -> None:
-        pass
 
 
 def one_worker_plan() -> Plan:
@@ -230,7 +218,9 @@ async def lab(
     machine.replay(log.records)
     journal = Journal(lambda: driver.read_records())
     journal.recorded(log.records)
-    driver = Driver(machine, log, plan=plan, checkpoints=files, clock=clock, journal=journal, meter=NoMeter())
+    driver = Driver(
+        machine, log, plan=plan, checkpoints=files, clock=clock, journal=journal, meter=CoordinatorMetrics()
+    )
     running = asyncio.create_task(driver.run())
     try:
         yield Lab(driver, log, clock, files, running)

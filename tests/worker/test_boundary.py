@@ -35,7 +35,7 @@ def bundle(fill: int, num_bytes: int = 100) -> Bundle:
     return (WireTensor(name="x", dtype=DType.UINT8, shape=(num_bytes,), data=bytes([fill]) * num_bytes),)
 
 
-class FakeDisk:
+class FakeDisk(TemporaryFile):
     """A disk in memory, which may be slow or broken."""
 
     def __init__(self, *, is_broken: bool = False) -> None:
@@ -45,7 +45,7 @@ class FakeDisk:
         self.is_broken = is_broken
 
     def write(self, offset: int, bundle: Bundle) -> None:
-        """See `worker.boundary.Disk`."""
+        """See `TemporaryFile`."""
         assert self.may_write.wait(10.0)
         if self.is_broken:
             raise OSError("no space left on device")
@@ -53,14 +53,14 @@ class FakeDisk:
         self.data[offset:] = b"\0" * max(0, offset - len(self.data)) + data
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """See `worker.boundary.Disk`."""
+        """See `TemporaryFile`."""
         data = bytes(self.data[offset : offset + num_bytes])
         if len(data) < num_bytes:
             raise OSError("short read")
         return data
 
     def truncate(self) -> None:
-        """See `worker.boundary.Disk`."""
+        """See `TemporaryFile`."""
         self.data.clear()
 
 

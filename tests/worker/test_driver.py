@@ -13,11 +13,13 @@ from skein.protocol.worker.worker_io import Exit, ForgetJob, WorkerCommand, Work
 from skein.types import Generation
 from worker.chunks.build import Builder, Files
 from worker.chunks.copies import ChunkCopies
-from worker.driver import PeerLinks, Uplink, WorkerDriver
+from worker.driver import WorkerDriver
 from worker.executor import Executor
 from worker.inbox import WorkerInbox
 from worker.probe import measure_device
 from worker.telling.metrics import WorkerMetrics
+from worker.transport.coordinator import ControlStream
+from worker.transport.peers import Peers
 from worker.transport.statistics import Statistics
 
 
@@ -46,8 +48,8 @@ async def test_the_pause_after_a_job_is_no_time_of_a_step() -> None:
             cast(Worker, OneCommand(ForgetJob())),
             cast(WorkerInbox, inbox),
             group=group,
-            control=cast(Uplink, nothing),
-            peers=cast(PeerLinks, nothing),
+            control=cast(ControlStream, nothing),
+            peers=cast(Peers, nothing),
             executor=cast(Executor, executor),
             builder=cast(Builder, nothing),
             copies=cast(ChunkCopies, nothing),

@@ -44,10 +44,10 @@ from skein.wire.extra import (
     PutStart,
 )
 from skein.wire.failures import describe_rpc_error
-from skein.wire.leader import find_leader, named_leader
+from skein.wire.leader import Dial, find_leader, named_leader
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, control_pb2, control_pb2_grpc
 from worker.transport.fetching.fetch import patiently
-from worker.transport.outbox import FINAL, Dial
+from worker.transport.outbox import FINAL
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.5
 _PATIENCE_S = 30.0

@@ -16,8 +16,8 @@ from skein.wire.channel import PART_BYTES, Lane
 from skein.wire.codec import PROBE_PART, PROBE_REPLY
 from skein.wire.extra import ProbePart, ProbeReply
 from skein.wire.failures import describe_rpc_error
+from skein.wire.leader import Dial
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
-from worker.transport.outbox import Dial
 from worker.transport.receiving.intake import MAX_PART_BYTES
 
 _NUM_ROUND_TRIPS = 6

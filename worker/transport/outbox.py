@@ -26,6 +26,7 @@ from skein.wire.channel import Lane
 from skein.wire.codec import PART_REPLY, TENSOR_PART
 from skein.wire.extra import CreditGranted, PartReply, TensorAccepted, TensorRefused
 from skein.wire.failures import describe_rpc_error
+from skein.wire.leader import Dial
 from skein.wire.v1 import peer_pb2
 from worker.bundle import Bundle, bundle_bytes
 from worker.transport.framing import DELIVER
@@ -33,8 +34,6 @@ from worker.transport.pace import PeerPace, PeerPatience
 from worker.transport.parts import announce, outgoing
 from worker.transport.statistics import Statistics
 
-Dial = Callable[[str, Lane], aio.Channel]
-"""Opens a channel to an address, on a connection of its own."""
 OnFailed = Callable[[WorkerId, Generation, str], None]
 """Told that a peer did not take tensors of a generation, and why. Called on the event loop."""
 OnTaken = Callable[[WorkerId, Envelope, int, float], None]
@@ -286,7 +285,6 @@ class LaneOutbox:
                 return
             self._credit -= part.num_bytes
             await call.write(part.message(number))
-            self._statistics.sent_parts[self.lane] += 1
             self._statistics.sent(self.to.worker, parcel.envelope, part.num_bytes)
             parcel.num_bytes += part.num_bytes
         parcel.sent_s = self._now()

@@ -10,10 +10,11 @@ from skein.topology.fleet import Link
 from skein.types import Generation, JobId, StageIndex, Step, WorkerId
 from skein.wire.channel import Lane
 from skein.wire.extra import FetchStateRequest, StateKind
+from skein.wire.leader import Dial
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.transport.fetching.fetch import Fetcher
 from worker.transport.links import Sight, look_at, measure_link
-from worker.transport.outbox import Dial, LaneOutbox, OnFailed, OnTaken, ignore_taken
+from worker.transport.outbox import LaneOutbox, OnFailed, OnTaken, ignore_taken
 from worker.transport.pace import PeerPace, PeerPatience
 from worker.transport.statistics import Statistics
 from worker.transport.watch import Watch

@@ -1,10 +1,8 @@
 """Counts of the transport, for beats and metrics."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from skein.protocol.messages.directives import Count
 from skein.protocol.messages.tensors import Envelope, ShardTensor
 from skein.types import JobId, WorkerId
 from skein.wire.channel import Lane
@@ -21,8 +19,6 @@ class Statistics:
     received_bytes: Counter[WorkerId] = field(default_factory=Counter)
     shard_bytes: Counter[tuple[JobId, WorkerId]] = field(default_factory=Counter)
     """Bytes of aggregation among `sent_bytes`, by job and peer."""
-    sent_parts: Counter[Lane] = field(default_factory=Counter)
-    received_parts: int = 0
     state_parts: int = 0
     """Parts that came of state and results that were asked for."""
     accepted: Counter[Lane] = field(default_factory=Counter)
@@ -43,23 +39,3 @@ class Statistics:
         self.sent_bytes[to] += num_bytes
         if isinstance(envelope.header, ShardTensor):
             self.shard_bytes[envelope.job, to] += num_bytes
-
-    def counts(self) -> tuple[Count, ...]:
-        """Everything as labelled numbers, sorted by name and label."""
-        by_label: dict[str, Mapping[str, int]] = {
-            "accepted_tensors": {str(lane): value for lane, value in self.accepted.items()},
-            "failed_tensors": {str(peer): value for peer, value in self.failed.items()},
-            "received_bytes": {str(peer): value for peer, value in self.received_bytes.items()},
-            "refused_tensors": self.refused,
-            "refusals": self.refusals,
-            "resent_tensors": {str(lane): value for lane, value in self.resent.items()},
-            "sent_bytes": {str(peer): value for peer, value in self.sent_bytes.items()},
-            "sent_parts": {str(lane): value for lane, value in self.sent_parts.items()},
-            "received_parts": {"": self.received_parts},
-            "duplicate_tensors": {"": self.duplicates},
-        }
-        return tuple(
-            Count(name=name, label=label, value=float(value))
-            for name, values in sorted(by_label.items())
-            for label, value in sorted(values.items())
-        )

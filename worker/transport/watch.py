@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from skein.protocol.messages.directives import Member
 from skein.wire.channel import Lane
-from worker.transport.outbox import Dial
+from skein.wire.leader import Dial
 from worker.transport.pace import PeerPace, PeerPatience
 
 _SILENCE = ("ping timeout", "keepalive", "timed out")

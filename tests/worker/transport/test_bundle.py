@@ -9,7 +9,7 @@ from skein.errors import LocalError
 from skein.protocol.messages.tensors import Refusal
 from skein.wire.extra import DType, TensorMeta
 from worker.bundle import Limits, WireTensor, allocate, fault_of, split_tensors, to_torch, to_wire
-from worker.transport.parts import parts_of
+from worker.transport.parts import outgoing
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5, 3)]
 
@@ -86,7 +86,7 @@ def test_split_tensors_are_aligned_and_equal() -> None:
     tensors = [torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([0.5, -1.0], dtype=torch.float64)]
     wires = [to_wire(f"x{i}", tensor) for i, tensor in enumerate(tensors)]
     buffer = allocate(sum(len(wire.data) for wire in wires))
-    buffer[:] = b"".join(parts_of(tuple(wires)))
+    buffer[:] = b"".join(part.data() for part in outgoing(tuple(wires)))
     for got, tensor in zip(split_tensors([wire.meta for wire in wires], buffer), tensors, strict=True):
         assert torch.equal(to_torch(got), tensor)
         assert to_torch(got).data_ptr() % tensor.element_size() == 0
@@ -101,7 +101,7 @@ def test_parts_are_full_but_the_last_and_join_to_the_bundle(sizes: list[int], pa
         WireTensor(name="x", dtype=DType.UINT8, shape=(size,), data=bytes(range(i, i + size)))
         for i, size in enumerate(sizes)
     )
-    parts = list(parts_of(bundle, lambda: part_bytes))
+    parts = [part.data() for part in outgoing(bundle, lambda: part_bytes)]
     assert b"".join(parts) == b"".join(bytes(tensor.data) for tensor in bundle)
     assert all(len(part) == part_bytes for part in parts[:-1])
     assert all(0 < len(part) <= part_bytes for part in parts[-1:])

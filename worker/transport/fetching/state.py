@@ -7,7 +7,7 @@ from typing import assert_never
 from skein.errors import RemoteError
 from skein.wire.extra import StateData, StateEnd, StatePart, StateTensor, StateTensorEnd, TensorMeta
 from worker.bundle import Limits, WireTensor, allocate, fault_of
-from worker.transport.parts import parts_of
+from worker.transport.parts import outgoing
 
 
 def state_parts(tensors: Mapping[str, WireTensor], names: Iterable[str]) -> Iterator[StatePart]:
@@ -17,7 +17,8 @@ def state_parts(tensors: Mapping[str, WireTensor], names: Iterable[str]) -> Iter
         tensor = tensors[name]
         digest = hashlib.sha256()
         yield StateTensor(meta=tensor.meta, num_bytes=len(tensor.data))
-        for data in parts_of((tensor,)):
+        for part in outgoing((tensor,)):
+            data = part.data()
             digest.update(data)
             yield StateData(data=data)
         yield StateTensorEnd(sha256=digest.hexdigest())

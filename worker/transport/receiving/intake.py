@@ -158,9 +158,7 @@ class Inbox:
         if start is None or start.tensor != part.tensor:
             return []
         end = self._filled + len(part.data)
-        statistics = self._intake.statistics
-        statistics.received_parts += 1
-        statistics.received_bytes[start.envelope.sender] += len(part.data)
+        self._intake.statistics.received_bytes[start.envelope.sender] += len(part.data)
         text = ""
         if part.offset != self._filled or end > start.num_bytes:
             text = f"bytes {part.offset} to {part.offset + len(part.data)} after {self._filled}"
