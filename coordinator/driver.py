@@ -10,7 +10,7 @@ Rules of this file
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -170,22 +170,19 @@ class Driver:
     async def reported(self, stream: Stream, report: Report) -> None:
         """A worker reported. Waits while the inbox is full."""
         self._meter.heard(stream.worker, report)
-        worker, incarnation = stream.key
-        event = ReportArrived(worker=worker, incarnation=incarnation, report=report)
+        event = ReportArrived(worker=stream.worker, incarnation=stream.incarnation, report=report)
         await self._inbox.put(_Heard(stream, event))
 
     async def refused(self, stream: Stream, reason: str) -> None:
         """A worker sent what no worker of this release sends. Waits while the inbox is full."""
         self._meter.refused("Session", "malformed")
-        worker, incarnation = stream.key
-        event = ReportRefused(worker=worker, incarnation=incarnation, reason=reason)
+        event = ReportRefused(worker=stream.worker, incarnation=stream.incarnation, reason=reason)
         await self._inbox.put(_Heard(stream, event))
 
     async def closed(self, stream: Stream, reason: str) -> None:
         """A stream ended."""
         stream.close(reason)
-        worker, incarnation = stream.key
-        event = StreamBroken(worker=worker, incarnation=incarnation, reason=reason)
+        event = StreamBroken(worker=stream.worker, incarnation=stream.incarnation, reason=reason)
         await self._inbox.put(_Heard(stream, event))
 
     async def ask(self, event: Asked) -> tuple[Record, ...]:
@@ -226,7 +223,7 @@ class Driver:
         """The whole run log in pieces; the loop stays free, and appends go between pieces."""
         loop = asyncio.get_running_loop()
         records = self._log.read()
-        while piece := await loop.run_in_executor(self._writer, _piece, records):
+        while piece := await loop.run_in_executor(self._writer, lambda: list(islice(records, _READ_PIECE))):
             yield piece
 
     # --- the one task ---
@@ -301,11 +298,8 @@ class Driver:
                 is_other = older is not None and older.secret != stream.secret
                 if is_other and not self.machine.membership.is_from_holder(item.hello):
                     # What the machine said to this name and incarnation would go to the one who has them.
-                    stream.offer(
-                        Refused(
-                            reason=f"another process is {stream.worker}, incarnation {stream.incarnation}"
-                        )
-                    )
+                    reason = f"another process is {stream.worker}, incarnation {stream.incarnation}"
+                    stream.offer(Refused(reason=reason))
                     return []
                 if older is not None:
                     older.close("the worker opened another stream")
@@ -351,6 +345,7 @@ class Driver:
         self._settled.set()
 
     def _do(self, command: CoordinatorCommand) -> None:
+        begin = self._group.create_task
         match command:
             case Append():
                 pass
@@ -361,13 +356,13 @@ class Driver:
             case MakePlan():
                 if self._planning is not None:
                     self._planning.cancel()
-                self._planning = self._begin(self._make_plan(command))
+                self._planning = begin(self._make_plan(command))
             case WriteManifest():
-                _ = self._begin(self._write_manifest(command.checkpoint))
+                _ = begin(self._write_manifest(command.checkpoint))
             case VerifyCheckpoint():
-                _ = self._begin(self._verify(command.checkpoint))
+                _ = begin(self._verify(command.checkpoint))
             case PruneCheckpoints():
-                _ = self._begin(self.files.prune(command))
+                _ = begin(self.files.prune(command))
             case Halt():
                 raise LocalError(command.reason)
             case Log():
@@ -385,9 +380,6 @@ class Driver:
         view = self.machine.view
         for job in view.runs:
             self.journal.state(job, view.state_of(job), view.reason_of(job), wall_s=self.now())
-
-    def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        return self._group.create_task(work)
 
     async def _make_plan(self, command: MakePlan) -> None:
         began = time.monotonic()
@@ -418,10 +410,6 @@ class Driver:
                 done.set_exception(LocalError("the coordinator is stopping"))
         while not self._inbox.empty():
             _ = self._inbox.get_nowait()
-
-
-def _piece(records: Iterator[Record]) -> list[Record]:
-    return list(islice(records, _READ_PIECE))
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

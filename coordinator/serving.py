@@ -35,6 +35,7 @@ from skein.storage.places import ANYWHERE, Places
 from skein.types import Epoch
 from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.process.files import raise_open_files
+from skein.wire.serving.pages import Pages
 
 LOCK_WAIT_S = 5.0
 """Seconds that a successor waits for the process before it to be gone."""
@@ -127,7 +128,8 @@ class Doors:
     """Servers by which a coordinator is reached, whether it leads or stands by."""
 
     service: Service
-    exposition: Exposition | None
+    exposition: Exposition
+    pages: Pages | None
 
     @classmethod
     async def open(cls, options: ServingOptions, metrics: CoordinatorMetrics) -> "Doors":
@@ -138,24 +140,24 @@ class Doors:
         """
         # Before anybody can come: strangers must not use up what the run log and checkpoints need.
         raise_open_files()
-        exposition = None
+        exposition, pages = Exposition(metrics.render), None
         async with AsyncExitStack() as undo:
-            if options.metrics_port is not None:
-                exposition = await Exposition.open(options.metrics_host, options.metrics_port, metrics.render)
-                undo.push_async_callback(exposition.close)
+            if (port := options.metrics_port) is not None:
+                pages = await Pages.open("metrics_port", options.metrics_host, port, exposition.answer)
+                exposition.address = pages.address
+                undo.push_async_callback(pages.close)
             refused = metrics.refused
             service = await listen(
                 options.host, options.port, credentials=options.credentials, count_refusal=refused
             )
             undo.pop_all()
-        return cls(service=service, exposition=exposition)
+        return cls(service=service, exposition=exposition, pages=pages)
 
     async def close(self) -> None:
         """Answer nobody any more. Idempotent."""
         await self.service.stop()
-        if self.exposition is not None:
-            await self.exposition.close()
-            self.exposition = None
+        if self.pages is not None:
+            await self.pages.close()
 
 
 class Serving:
@@ -232,10 +234,9 @@ class Serving:
 
     def where(self) -> Serves:
         """Addresses by which the coordinator is reached, and its epoch."""
-        exposition = self._doors.exposition
         return Serves(
             address=self._doors.service.address,
-            metrics_address=None if exposition is None else exposition.address,
+            metrics_address=self._doors.exposition.address or None,
             epoch=self._log.epoch,
         )
 
@@ -287,7 +288,7 @@ class Serving:
 
     async def _sample(self) -> None:
         """Every second or so, put what is into the metrics; the loop's lag is how late that second was."""
-        driver, exposition = self.driver, self._doors.exposition
+        driver = self.driver
         while True:
             began = time.monotonic()
             await asyncio.sleep(SAMPLE_S)
@@ -297,8 +298,7 @@ class Serving:
             self.metrics.sample(
                 driver.machine.view, workers, num_streams=driver.num_streams, lag_s=max(0.0, lag_s), now=now
             )
-            if exposition is not None:
-                exposition.show({worker.worker: worker for worker in workers})
+            self._doors.exposition.show({worker.worker: worker for worker in workers})
 
 
 async def _open_log(options: ServingOptions, clock: Callable[[], float]) -> RunLog:

@@ -78,20 +78,17 @@ class BundleFault:
 
 def fault_of(tensors: Iterable[TensorMeta], num_bytes: int, limits: Limits) -> BundleFault | None:
     """Fault in an announcement of `tensors` in `num_bytes` bytes; None: their memory may be allocated."""
-    metas = tuple(tensors)
+    metas, size = tuple(tensors), Refusal.TOO_LARGE
     if len(metas) > limits.max_tensors:
-        return BundleFault(
-            reason=Refusal.TOO_LARGE, text=f"{len(metas)} tensors, the limit is {limits.max_tensors}"
-        )
+        return BundleFault(reason=size, text=f"{len(metas)} tensors, the limit is {limits.max_tensors}")
     for meta in metas:
         if _NAME.fullmatch(meta.name) is None:
             return BundleFault(reason=Refusal.CORRUPT, text=f"{meta.name[:256]!r} is no name of a tensor")
         if len(meta.shape) > limits.max_dims:
             text = f"{meta.name} has {len(meta.shape)} dims, the limit is {limits.max_dims}"
-            return BundleFault(reason=Refusal.TOO_LARGE, text=text)
+            return BundleFault(reason=size, text=text)
     if num_bytes > limits.max_bundle_bytes:
-        text = f"{num_bytes} bytes, the limit is {limits.max_bundle_bytes}"
-        return BundleFault(reason=Refusal.TOO_LARGE, text=text)
+        return BundleFault(reason=size, text=f"{num_bytes} bytes, the limit is {limits.max_bundle_bytes}")
     expected = sum(meta.num_bytes for meta in metas)
     if expected != num_bytes:
         text = f"{num_bytes} bytes announced, dtypes and shapes need {expected}"

@@ -18,10 +18,11 @@ from skein.storage.places import ANYWHERE, Places
 from skein.topology.fleet import Profile
 from skein.types import Generation, Incarnation, SiteId, WorkerId
 from skein.units import format_bytes
+from skein.wire.calling import Dial
 from skein.wire.channel import bind, open_channel, open_server
 from skein.wire.credentials import Credentials
 from skein.wire.extra import FetchStateRequest, LogLine
-from skein.wire.leader import Dial, split_addresses
+from skein.wire.leader import split_addresses
 from skein.wire.process.files import raise_open_files
 from skein.wire.serving.doorway import GREETED_BYTES, Doorway
 from worker.boundary import BoundaryLog

@@ -179,31 +179,30 @@ class HostActor:
         """
         return self._asked(self._ready, seconds)
 
-    def _asked(self, answer: "ray.ObjectRef[R | Failed]", seconds: float) -> R | None:
-        try:
-            self._require_whole()
-            self._require_answers()
-            done, _ = ray.wait([answer], timeout=seconds)
-            found = ray.get(answer) if done else None
-        except RayError as error:
-            raise LocalError(f"the coordinator does not start: {_one_line(error)}") from error
-        if isinstance(found, Failed):
-            raise LocalError(found.line)
-        return found
-
     def ended(self, seconds: float) -> str | None:
         """Waits so long at most; gives what ended the coordinator, None while it lives.
 
         Raises:
             LocalError: Ray itself is gone, or cannot make the actor again.
         """
+        return self._asked(self._ended, seconds, "the coordinator is gone with Ray")
+
+    def _asked(
+        self,
+        answer: "ray.ObjectRef[R | Failed]",
+        seconds: float,
+        failure: str = "the coordinator does not start",
+    ) -> R | None:
         try:
             self._require_whole()
             self._require_answers()
-            done, _ = ray.wait([self._ended], timeout=seconds)
-            return ray.get(self._ended) if done else None
+            done, _ = ray.wait([answer], timeout=seconds)
+            found = ray.get(answer) if done else None
         except RayError as error:
-            raise LocalError(f"the coordinator is gone with Ray: {_one_line(error)}") from error
+            raise LocalError(f"{failure}: {_one_line(error)}") from error
+        if isinstance(found, Failed):
+            raise LocalError(found.line)
+        return found
 
     def end(self) -> None:
         """Stop it in order, if it can be; and for good."""
@@ -254,12 +253,9 @@ def _make(options: HostOptions) -> _Handle:
 
 def _name(options: HostOptions) -> str:
     """Name of the actor: one coordinator for each state directory, and any number of standbys."""
-    name = f"coordinator-{_short_hash(options.serving.state_dir)}"
+    digest = hashlib.sha256(str(options.serving.state_dir.resolve()).encode()).hexdigest()
+    name = f"coordinator-{digest[:8]}"
     return f"{name}-{options.serving.name}" if options.is_standby else name
-
-
-def _short_hash(directory: Path) -> str:
-    return hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:8]
 
 
 def _one_line(error: Exception) -> str:

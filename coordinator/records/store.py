@@ -100,11 +100,14 @@ class RunLog:
     ) -> None:
         self._connection = connection
         self._path = path
-        self._lease = opening.lease
-        self._warnings = opening.warnings
+        self.epoch: Epoch = opening.lease.epoch
+        """Number of this opening; goes into every directive."""
+        self.key: bytes = opening.key
+        """Random, and as old as the log: whoever shows what was signed with it has heard of this log."""
+        self.warnings: tuple[str, ...] = opening.warnings
+        """Faults of the log that were found at opening and could be mended or borne, a line each."""
         self._lock = lock
         self._tail = opening.tail
-        self._key = opening.key
         self._mirrored: Tail | None = None
         # Renewals have a connection of their own: they come from another thread, and need not outlive a power cut.
         self._renewing = open_database(path)
@@ -160,21 +163,6 @@ class RunLog:
             undo.pop_all()
         return log
 
-    @property
-    def epoch(self) -> Epoch:
-        """Number of this opening; goes into every directive."""
-        return self._lease.epoch
-
-    @property
-    def key(self) -> bytes:
-        """Random, and as old as the log: whoever shows what was signed with it has heard of this log."""
-        return self._key
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Faults of the log that were found at opening and could be mended or borne, a line each."""
-        return self._warnings
-
     def append(self, records: Sequence[Record]) -> None:
         """Makes all of `records` durable, or none.
 
@@ -216,7 +204,7 @@ class RunLog:
         """
         tail = self._tail
         if tail != self._mirrored:
-            write_mirror(self._path.parent, Mirror(tail=tail, key=self._key))
+            write_mirror(self._path.parent, Mirror(tail=tail, key=self.key))
             self._mirrored = tail
 
     def read(self, *, after: int = 0) -> Iterator[Record]:

@@ -57,7 +57,8 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         spec = await asyncio.to_thread(settled_job, parse_spec(request.spec))
         history = self._machine.view.history
         if request.key not in history.job_by_key:
-            await asyncio.to_thread(_check, spec, self._places)
+            await asyncio.to_thread(check_admissible, spec)
+            await asyncio.to_thread(self._places.admit_job, spec)
             if len(history.pending()) >= MAX_PENDING:
                 raise BusyError(
                     "job", spec.name, f"{MAX_PENDING} jobs wait already; cancel some, or come back"
@@ -118,32 +119,26 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         return jobs_pb2.WorkersReply(workers=[codec.WORKER_STATUS.encode(worker) for worker in workers])
 
     async def Drain(self, request: jobs_pb2.DrainRequest, context: Context) -> jobs_pb2.WorkerStatus:
-        worker = WorkerId(request.worker)
-        if worker not in self._machine.view.live:
-            raise NotFoundError("worker", worker, "no such worker is here; see skein workers")
+        worker = self._live(request.worker)
         _ = await self._driver.ask(DrainAsked(worker=worker))
-        status = self._roster.worker(worker, now=self._driver.now())
+        workers = self._roster.workers(now=self._driver.now())
+        status = next((status for status in workers if status.worker == worker), None)
         if status is None:
             raise NotFoundError("worker", worker, "it has just gone")
         return codec.WORKER_STATUS.encode(status)
 
     async def Measure(self, request: jobs_pb2.MeasureRequest, context: Context) -> jobs_pb2.WorkersReply:
-        named, live = WorkerId(request.worker), self._machine.view.live
-        if named and named not in live:
-            raise NotFoundError("worker", named, "no such worker is here; see skein workers")
-        _ = await self._driver.ask(MeasureAsked(worker=named or None))
-        workers = (x for x in self._roster.workers(now=self._driver.now()) if x.worker in live)
-        asked = [codec.WORKER_STATUS.encode(x) for x in workers if not named or x.worker == named]
+        named = self._live(request.worker) if request.worker else None
+        _ = await self._driver.ask(MeasureAsked(worker=named))
+        live, now = self._machine.view.live, self._driver.now()
+        workers = (x for x in self._roster.workers(now=now) if x.worker in live)
+        asked = [codec.WORKER_STATUS.encode(x) for x in workers if named in (None, x.worker)]
         return jobs_pb2.WorkersReply(workers=asked)
 
     async def Version(self, request: jobs_pb2.VersionRequest, context: Context) -> jobs_pb2.VersionReply:
-        return codec.VERSION_REPLY.encode(
-            VersionReply(
-                protocol_version=skein.PROTOCOL_VERSION,
-                release=skein.__version__,
-                epoch=self._machine.view.history.epoch,
-            )
-        )
+        epoch, version = self._machine.view.history.epoch, skein.PROTOCOL_VERSION
+        reply = VersionReply(protocol_version=version, release=skein.__version__, epoch=epoch)
+        return codec.VERSION_REPLY.encode(reply)
 
     async def Links(self, request: jobs_pb2.LinksRequest, context: Context) -> jobs_pb2.LinksReply:
         known = self._machine.view.links
@@ -172,6 +167,12 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
 
     def _status(self, job: JobId) -> JobStatus:
         return job_status(self._machine.view, self._driver.journal, job)
+
+    def _live(self, name: str) -> WorkerId:
+        worker = WorkerId(name)
+        if worker not in self._machine.view.live:
+            raise NotFoundError("worker", worker, "no such worker is here; see skein workers")
+        return worker
 
     def _known(self, name: str) -> JobId:
         job = JobId(name)
@@ -216,12 +217,6 @@ def _page(incidents: Sequence[Incident]) -> list[log_pb2.Incident]:
             break
         page.append(message)
     return page
-
-
-def _check(spec: JobSpec, places: Places) -> None:
-    """Refuse what no fleet could run, before it is a job."""
-    check_admissible(spec)
-    places.admit_job(spec)
 
 
 def _check_key(key: str) -> None:

@@ -6,35 +6,23 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 from skein.types import WorkerId
-from skein.wire.serving.pages import JSON, TEXT, Page, Pages
+from skein.wire.serving.pages import JSON, TEXT, Page
 from skein.wire.views import WorkerState, WorkerStatus
 
 _HOST = re.compile(r"[A-Za-z0-9.\-\[\]:]{1,255}")
 
 
 class Exposition:
-    """Pages that a coordinator shows by HTTP. Made by `open`, which listens, until `close`."""
+    """Pages that a coordinator shows by HTTP, at `address` once they are served.
+
+    Args:
+        render: gives what `/metrics` says; called on a thread.
+    """
 
     def __init__(self, render: Callable[[], bytes]) -> None:
         self._render = render
         self._workers: Mapping[WorkerId, WorkerStatus] = {}
-        self._pages: Pages | None = None
         self.address = ""
-
-    @classmethod
-    async def open(cls, host: str, port: int, render: Callable[[], bytes]) -> "Exposition":
-        """Answers scrapes at host:port.
-
-        Args:
-            render: what `/metrics` says; called on a thread.
-
-        Raises:
-            UserError: the address cannot be listened on.
-        """
-        shown = cls(render)
-        shown._pages = await Pages.open("metrics_port", host, port, shown.answer)
-        shown.address = shown._pages.address
-        return shown
 
     def show(self, workers: Mapping[WorkerId, WorkerStatus]) -> None:
         """Replace all workers that `/sd` shows."""
@@ -54,11 +42,6 @@ class Exposition:
             return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, b"lost\n"
         line = f'skein_beat_age_seconds{{worker="{worker.worker}"}} {worker.beat_age_s}\n'
         return HTTPStatus.OK, TEXT, line.encode()
-
-    async def close(self) -> None:
-        """Stop listening. Idempotent."""
-        if self._pages is not None:
-            await self._pages.close()
 
 
 def targets(target: str, workers: Mapping[WorkerId, WorkerStatus]) -> list[dict[str, object]]:

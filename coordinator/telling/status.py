@@ -141,12 +141,6 @@ class Roster:
         entries = {**self._lost, **self._seen}
         return tuple(self._status(worker, entries[worker], now=now) for worker in sorted(entries))
 
-    def worker(self, worker: WorkerId, *, now: float) -> WorkerStatus | None:
-        """Status of one worker; None if nothing is known of it."""
-        self.look()
-        entry = self._seen.get(worker) or self._lost.get(worker)
-        return None if entry is None else self._status(worker, entry, now=now)
-
     def _status(self, worker: WorkerId, entry: Entry, *, now: float) -> WorkerStatus:
         stages = () if worker in self._lost else self._stages(worker)
         run = self._machine.view.run

@@ -5,41 +5,13 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, cast
 
 import fsspec
 from fsspec.callbacks import Callback
 
 from skein.storage.outside import call_moved, copy_pieces, require_room, room_explained
 from skein.storage.roots import Inside
-
-
-class Folder(Protocol):
-    """Files by relative path, with one slash at most. Each appears whole under its name, or not at all."""
-
-    def size(self, path: str) -> int | None:
-        """Bytes of a file; None if there is none."""
-        ...
-
-    def list(self, path: str) -> Sequence[str]:
-        """Names in a folder, sorted; none if there is no such folder."""
-        ...
-
-    def open(self, path: str) -> BinaryIO:
-        """A file, to be read."""
-        ...
-
-    def put(self, path: str, data: bytes) -> None:
-        """A small file."""
-        ...
-
-    def put_file(self, path: str, source: Path) -> None:
-        """A copy of a file of this machine."""
-        ...
-
-    def delete(self, path: str) -> None:
-        """A file or an empty folder; none there is no error."""
-        ...
 
 
 class RootedFolder:
@@ -52,7 +24,7 @@ class RootedFolder:
         return self._base.child(*path.split("/")) if path else self._base
 
     def size(self, path: str) -> int | None:
-        """See `Folder`."""
+        """Bytes of a file; None if there is none."""
         try:
             with self.open(path) as file:
                 return os.fstat(file.fileno()).st_size
@@ -60,7 +32,7 @@ class RootedFolder:
             return None
 
     def list(self, path: str) -> Sequence[str]:
-        """See `Folder`."""
+        """Names in a folder, sorted; none if there is no such folder."""
         try:
             with self._at(path).folder() as folder:
                 return sorted(os.listdir(folder))
@@ -68,7 +40,7 @@ class RootedFolder:
             return ()
 
     def open(self, path: str) -> BinaryIO:
-        """See `Folder`."""
+        """Open a file, to be read."""
         return self._at(path).open()
 
     def path_of(self, path: str) -> Path:
@@ -81,12 +53,12 @@ class RootedFolder:
             return self._at(path).path
 
     def put(self, path: str, data: bytes) -> None:
-        """See `Folder`."""
+        """Write a small file."""
         with self._draft(path) as draft:
             draft.write(data)
 
     def put_file(self, path: str, source: Path) -> None:
-        """See `Folder`."""
+        """Copy a file of this machine."""
         num_bytes = source.stat().st_size
         with self._at(path.rpartition("/")[0]).folder(makes=True):
             where = self._at(path).path.parent
@@ -95,7 +67,7 @@ class RootedFolder:
             copy_pieces(given, draft, syncs=True)
 
     def delete(self, path: str) -> None:
-        """See `Folder`."""
+        """Delete a file or an empty folder; none there is no error."""
         parent, _, name = path.rpartition("/")
         with suppress(FileNotFoundError), self._at(parent).folder() as folder:
             try:
@@ -143,7 +115,7 @@ class ObjectFolder:
         return f"{self._root}/{path}" if path else self._root
 
     def size(self, path: str) -> int | None:
-        """See `Folder`."""
+        """See `RootedFolder`."""
         self._files.invalidate_cache()
         try:
             return int(self._files.info(self._at(path))["size"])
@@ -151,7 +123,7 @@ class ObjectFolder:
             return None
 
     def list(self, path: str) -> Sequence[str]:
-        """See `Folder`."""
+        """See `RootedFolder`."""
         self._files.invalidate_cache()
         try:
             found = self._files.ls(self._at(path), detail=False)
@@ -160,22 +132,26 @@ class ObjectFolder:
         return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
 
     def open(self, path: str) -> BinaryIO:
-        """See `Folder`."""
+        """See `RootedFolder`."""
         return cast("BinaryIO", self._files.open(self._at(path), "rb"))
 
     def put(self, path: str, data: bytes) -> None:
-        """See `Folder`."""
+        """See `RootedFolder`."""
         target = self._at(path)
         self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
         self._files.pipe_file(target, data)
 
     def put_file(self, path: str, source: Path) -> None:
-        """See `Folder`."""
+        """See `RootedFolder`."""
         target = self._at(path)
         self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
         self._files.put_file(str(source), target, callback=_Moving())
 
     def delete(self, path: str) -> None:
-        """See `Folder`."""
+        """See `RootedFolder`."""
         with suppress(FileNotFoundError):
             self._files.rm(self._at(path), recursive=True)
+
+
+Folder = RootedFolder | ObjectFolder
+"""Files by relative path, with one slash at most. Each appears whole under its name, or not at all."""

@@ -29,26 +29,21 @@ def read_token(path: Path) -> str:
     Raises:
         UserError: unreadable, empty, too short, not printable ASCII, or readable by other users of this machine.
     """
+    refused = partial(UserError, "token_file", str(path))
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         token = path.read_text(encoding="ascii").strip()
     except OSError as error:
-        raise UserError(
-            "token_file", str(path), f"{error.strerror}; give a file that you can read"
-        ) from error
+        raise refused(f"{error.strerror}; give a file that you can read") from error
     except UnicodeDecodeError as error:
-        raise UserError(
-            "token_file", str(path), "is not plain text; write letters and digits only"
-        ) from error
+        raise refused("is not plain text; write letters and digits only") from error
     if mode & 0o077:
-        raise UserError("token_file", str(path), f"other users can read it; run: chmod 600 {path}")
+        raise refused(f"other users can read it; run: chmod 600 {path}")
     if len(token) < MIN_LENGTH:
-        hint = f"holds {len(token)} characters, {MIN_LENGTH} are needed; make one with: openssl rand -hex 32"
-        raise UserError("token_file", str(path), hint)
+        needed = f"{MIN_LENGTH} are needed; make one with: openssl rand -hex 32"
+        raise refused(f"holds {len(token)} characters, {needed}")
     if not token.isprintable() or " " in token:
-        raise UserError(
-            "token_file", str(path), "holds more than one word; write one line of letters and digits"
-        )
+        raise refused("holds more than one word; write one line of letters and digits")
     return token
 
 

@@ -1,7 +1,7 @@
 """Search for the coordinator that leads. All are asked side by side, for one that is frozen would hold up a round."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
@@ -9,6 +9,7 @@ import grpc
 from grpc import aio
 
 from skein.errors import UserError
+from skein.wire.calling import Dial, dialled
 from skein.wire.channel import Lane, join_address, split_address
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
 
@@ -21,9 +22,6 @@ _OTHERS_S = 0.3
 """Seconds that others are heard once one has said that it leads: of two that do, the older is about to find out."""
 _AGAIN_S = 0.2
 """Between two questions to one that does not lead; it may at any moment."""
-
-Dial = Callable[[str, Lane], aio.Channel]
-"""Opens a channel to an address, on a connection of its own."""
 
 
 def split_addresses(field: str, text: str) -> tuple[str, ...]:
@@ -86,14 +84,12 @@ async def find_leader(addresses: Iterable[str], *, dial: Dial, patience_s: float
 async def _ask(address: str, dial: Dial, answers: asyncio.Queue[_Answer]) -> NoReturn:
     """Ask one again and again, on new connections: gRPC waits ever longer before it opens a broken one again."""
     while True:
-        channel = dial(address, Lane.CONTROL)
-        try:
-            reply = await jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest())
-            answers.put_nowait(_Answer(address=address, epoch=reply.epoch))
-        except aio.AioRpcError as error:
-            answers.put_nowait(_Answer(address=address, named=named_leader(error)))
-        finally:
-            await channel.close(None)
+        async with dialled(dial, address, Lane.CONTROL) as channel:
+            try:
+                reply = await jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest())
+                answers.put_nowait(_Answer(address=address, epoch=reply.epoch))
+            except aio.AioRpcError as error:
+                answers.put_nowait(_Answer(address=address, named=named_leader(error)))
         await asyncio.sleep(_AGAIN_S)
 
 

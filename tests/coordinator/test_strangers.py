@@ -310,6 +310,6 @@ async def test_a_closed_coordinator_lets_half_requests_go(tmp_path: Path) -> Non
         target = running.where().metrics_address
         assert target is not None
         async with half_open(target, 3, said=b"GET") as opened:
-            await eventually(lambda: len(running._doors.exposition._pages._room) == 3)  # type: ignore[union-attr]
+            await eventually(lambda: len(running._doors.pages._room) == 3)  # type: ignore[union-attr]
             await running.stop()
             assert all([await is_closed(connection) for connection in opened])

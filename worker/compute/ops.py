@@ -62,8 +62,6 @@ from worker.compute.payload import GRADIENT, HIDDEN, LABELS, SHARD, Payload, con
 from worker.compute.snapshots import Snapshots
 from worker.telling.aggregating import Gauges
 
-"""Names of the tensors in payloads."""
-
 Outputs = dict[TensorKey, Payload]
 
 

@@ -21,6 +21,7 @@ from grpc import aio
 from skein.errors import RemoteError, UserError
 from skein.protocol.messages.directives import CheckpointFile, Directive
 from skein.types import JobId, Step
+from skein.wire.calling import Dial, dialled, reached
 from skein.wire.channel import PART_BYTES, Lane
 from skein.wire.codec import (
     DIRECTIVE,
@@ -44,7 +45,7 @@ from skein.wire.extra import (
     PutStart,
 )
 from skein.wire.failures import describe_rpc_error
-from skein.wire.leader import Dial, find_leader, named_leader
+from skein.wire.leader import find_leader, named_leader
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, control_pb2, control_pb2_grpc
 from worker.transport.fetching.fetch import patiently
 from worker.transport.outbox import FINAL
@@ -155,16 +156,15 @@ class ControlStream:
     async def _converse(self, target: str) -> "_End":
         """Hold one control stream from its beginning to its end."""
         outgoing: asyncio.Queue[Upward | None] = asyncio.Queue()
-        channel = self._dial(target, Lane.CONTROL)
-        try:
-            call = control_pb2_grpc.ControlStub(channel).Session(_reports(outgoing))
-            self._outgoing = outgoing
-            self._listener.opened()
-            return await self._read(call, target)
-        finally:
-            self._outgoing = None
-            outgoing.put_nowait(None)
-            await channel.close(None)
+        async with dialled(self._dial, target, Lane.CONTROL) as channel:
+            try:
+                call = control_pb2_grpc.ControlStub(channel).Session(_reports(outgoing))
+                self._outgoing = outgoing
+                self._listener.opened()
+                return await self._read(call, target)
+            finally:
+                self._outgoing = None
+                outgoing.put_nowait(None)
 
     async def _read(self, call: ControlCall, target: str) -> "_End":
         was_heard = False
@@ -200,25 +200,16 @@ class CheckpointFiles:
         self._where = where
         self._dial = dial
 
-    @property
-    def _target(self) -> str:
-        return self._where.at
-
     async def manifest(self, job: JobId, version: Step) -> ManifestReply:
         """Manifest of the checkpoint of `job` at `version`, wherever its files are.
 
         Raises:
             RemoteError: there is none, or the coordinator cannot be reached.
         """
-        channel = self._dial(self._target, Lane.STATE)
-        try:
+        async with reached(self._dial, self._where.at, Lane.STATE, patience_s=_PATIENCE_S) as channel:
             request = MANIFEST_REQUEST.encode(ManifestRequest(job=job, version=version))
             stub = checkpoint_pb2_grpc.CheckpointStub(channel)
             return MANIFEST_REPLY.decode(await stub.Manifest(request, timeout=_PATIENCE_S))
-        except aio.AioRpcError as error:
-            raise RemoteError(describe_rpc_error(error, self._target)) from error
-        finally:
-            await channel.close(None)
 
     async def put(self, job: JobId, version: Step, name: str, path: Path) -> None:
         """Upload the file at `path` under `name`.
@@ -228,20 +219,21 @@ class CheckpointFiles:
             RemoteError: the coordinator cannot be reached, or stored something else.
         """
         digest = hashlib.sha256()
-        channel = self._dial(self._target, Lane.STATE)
+        target = self._where.at
         try:
-            async with asyncio.timeout(_PATIENCE_S) as patience:
+            async with (
+                dialled(self._dial, target, Lane.STATE) as channel,
+                asyncio.timeout(_PATIENCE_S) as patience,
+            ):
                 parts = _patient(_put_parts(job, version, name, path, digest), patience)
                 reply = PUT_REPLY.decode(await checkpoint_pb2_grpc.CheckpointStub(channel).Put(parts))
         except aio.AioRpcError as error:
             kind = FullError if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED else RemoteError
-            raise kind(describe_rpc_error(error, self._target)) from error
+            raise kind(describe_rpc_error(error, target)) from error
         except TimeoutError as error:
-            raise RemoteError(f"{self._target}: took no more of {name}") from error
-        finally:
-            await channel.close(None)
+            raise RemoteError(f"{target}: took no more of {name}") from error
         if reply.sha256 != digest.hexdigest():
-            raise RemoteError(f"{self._target}: {name} arrived with other bytes")
+            raise RemoteError(f"{target}: {name} arrived with other bytes")
 
     async def get(self, job: JobId, version: Step, file: CheckpointFile, path: Path) -> None:
         """Download a file to `path`; its hash is left to the caller.
@@ -249,8 +241,7 @@ class CheckpointFiles:
         Raises:
             RemoteError: it is not there, or the coordinator cannot be reached.
         """
-        channel = self._dial(self._target, Lane.STATE)
-        try:
+        async with reached(self._dial, self._where.at, Lane.STATE, patience_s=_PATIENCE_S) as channel:
             request = GetRequest(job=job, version=version, name=file.name, offset=0)
             call = checkpoint_pb2_grpc.CheckpointStub(channel).Get(GET_REQUEST.encode(request))
             with path.open("wb") as out:
@@ -263,12 +254,6 @@ class CheckpointFiles:
                             out.write(part.data)
                         case _:
                             pass
-        except aio.AioRpcError as error:
-            raise RemoteError(describe_rpc_error(error, self._target)) from error
-        except TimeoutError as error:
-            raise RemoteError(f"{self._target}: silent for {_PATIENCE_S} s") from error
-        finally:
-            await channel.close(None)
 
 
 def _put_parts(

@@ -12,11 +12,10 @@ from skein.errors import RemoteError
 from skein.protocol.messages.directives import Member
 from skein.topology.fleet import Link
 from skein.types import WorkerId
+from skein.wire.calling import Dial, dialled, reached
 from skein.wire.channel import PART_BYTES, Lane
 from skein.wire.codec import PROBE_PART, PROBE_REPLY
 from skein.wire.extra import ProbePart, ProbeReply
-from skein.wire.failures import describe_rpc_error
-from skein.wire.leader import Dial
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from worker.transport.receiving.intake import MAX_PART_BYTES
 
@@ -44,18 +43,11 @@ async def measure_link(me: WorkerId, peer: Member, *, dial: Dial, patience_s: fl
     Raises:
         RemoteError: the peer cannot be reached, or was silent for `patience_s`.
     """
-    channel = dial(peer.address, Lane.STATE)
-    try:
+    async with reached(dial, peer.address, Lane.STATE, patience_s=patience_s) as channel:
         prober = _Prober(peer_pb2_grpc.PeerStub(channel).Probe(None), patience_s, door=peer.door)
         round_trip_s = min([await prober.exchange(1, b"", 0) for _ in range(_NUM_ROUND_TRIPS)])
         up = await bytes_per_s(prober, round_trip_s, is_up=True)
         down = await bytes_per_s(prober, round_trip_s, is_up=False)
-    except aio.AioRpcError as error:
-        raise RemoteError(describe_rpc_error(error, peer.address)) from error
-    except TimeoutError as error:
-        raise RemoteError(f"{peer.address}: silent for {patience_s} s") from error
-    finally:
-        await channel.close(None)
     latency_s = round_trip_s / 2
     return (
         Link(sender=me, receiver=peer.worker, latency_s=latency_s, bytes_per_s=up),
@@ -73,10 +65,10 @@ class Sight(Enum):
 
 async def look_at(peer: Member, *, dial: Dial, patience_s: float) -> Sight:
     """Whether a process answers, or its machine says that nobody listens there; anything else is silence."""
-    channel = dial(peer.address, Lane.STATE)
     try:
-        probe = peer_pb2_grpc.PeerStub(channel).Probe(None)
-        await _Prober(probe, patience_s, door="").exchange(1, b"", 0)
+        async with dialled(dial, peer.address, Lane.STATE) as channel:
+            probe = peer_pb2_grpc.PeerStub(channel).Probe(None)
+            await _Prober(probe, patience_s, door="").exchange(1, b"", 0)
     except aio.AioRpcError as error:
         is_refused = (
             error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in (error.details() or "").lower()
@@ -84,8 +76,6 @@ async def look_at(peer: Member, *, dial: Dial, patience_s: float) -> Sight:
         return Sight.GONE if is_refused else Sight.SILENT
     except (RemoteError, TimeoutError):
         return Sight.SILENT
-    finally:
-        await channel.close(None)
     return Sight.REACHED
 
 

@@ -22,11 +22,11 @@ from skein.errors import RemoteError
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.tensors import Envelope, HopTensor, Refusal
 from skein.types import Generation, WorkerId
+from skein.wire.calling import Dial
 from skein.wire.channel import Lane
 from skein.wire.codec import PART_REPLY, TENSOR_PART
 from skein.wire.extra import CreditGranted, PartReply, TensorAccepted, TensorRefused
 from skein.wire.failures import describe_rpc_error
-from skein.wire.leader import Dial
 from skein.wire.v1 import peer_pb2
 from worker.bundle import Bundle, bundle_bytes
 from worker.transport.framing import DELIVER

@@ -8,9 +8,9 @@ from skein.protocol.messages.directives import Member
 from skein.protocol.messages.tensors import Envelope, HopTensor, TensorHeader
 from skein.topology.fleet import Link
 from skein.types import Generation, JobId, StageIndex, Step, WorkerId
+from skein.wire.calling import Dial
 from skein.wire.channel import Lane
 from skein.wire.extra import FetchStateRequest, StateKind
-from skein.wire.leader import Dial
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.transport.fetching.fetch import Fetcher
 from worker.transport.links import Sight, look_at, measure_link

@@ -16,8 +16,8 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from skein.protocol.messages.directives import Member
+from skein.wire.calling import Dial, dialled
 from skein.wire.channel import Lane
-from skein.wire.leader import Dial
 from worker.transport.pace import PeerPace, PeerPatience
 
 _SILENCE = ("ping timeout", "keepalive", "timed out")
@@ -65,14 +65,14 @@ class Watch:
     async def _until_broken(self) -> str | None:
         """Ask for the peer's health and wait for the end of the call; why that was silence, None if it was not."""
         bound_s = self._bound_s() if self._was_reached else self._patience.first_s
-        channel = self._dial(self._peer.address, Lane.WATCH)
         try:
-            replies = aiter(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()))
-            async with asyncio.timeout(bound_s):
-                await anext(replies)
-            self._was_reached, self._is_told = True, False
-            async for _ in replies:
-                pass
+            async with dialled(self._dial, self._peer.address, Lane.WATCH) as channel:
+                replies = aiter(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()))
+                async with asyncio.timeout(bound_s):
+                    await anext(replies)
+                self._was_reached, self._is_told = True, False
+                async for _ in replies:
+                    pass
         except TimeoutError:
             return f"silent for {bound_s:.1f} s"
         except StopAsyncIteration:
@@ -81,20 +81,16 @@ class Watch:
             details = (error.details() or "").lower()
             is_silence = error.code() is grpc.StatusCode.UNAVAILABLE and any(x in details for x in _SILENCE)
             return "no answer to pings" if is_silence else None
-        finally:
-            await channel.close(None)
         return None
 
     async def _answers(self) -> bool:
         """Whether one more call is answered at once."""
-        channel = self._dial(self._peer.address, Lane.WATCH)
         try:
-            async with asyncio.timeout(_CONFIRM_S):
-                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            async with dialled(self._dial, self._peer.address, Lane.WATCH) as channel:
+                async with asyncio.timeout(_CONFIRM_S):
+                    await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         except (TimeoutError, aio.AioRpcError):
             return False
-        finally:
-            await channel.close(None)
         return True
 
     def _bound_s(self) -> float:

@@ -10,11 +10,11 @@ from grpc import aio
 
 from skein.errors import RemoteError
 from skein.protocol.messages.directives import Member
+from skein.wire.calling import Dial
 from skein.wire.channel import Lane
 from skein.wire.codec import FETCH_STATE, STATE_PART
 from skein.wire.extra import FetchStateRequest
 from skein.wire.failures import describe_rpc_error
-from skein.wire.leader import Dial
 from skein.wire.v1 import peer_pb2_grpc
 from worker.bundle import Limits, WireTensor
 from worker.transport.fetching.state import StateAssembly
