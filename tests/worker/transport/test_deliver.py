@@ -15,6 +15,7 @@ from skein.wire.channel import Lane
 from skein.wire.codec import PART_REPLY, TENSOR_PART
 from skein.wire.extra import CreditGranted, DType, PartReply, TensorAccepted, TensorData
 from skein.wire.v1 import peer_pb2
+from tests.support.turns import until
 from tests.worker.transport.loopback import (
     A,
     B,
@@ -67,11 +68,11 @@ async def test_each_lane_delivers_and_counts() -> None:
             sender.peers.send(member, envelope, (tensor_of(3 * MIB + 5),))
         arrived = await gathered(receiver.arrived.get, 3)
         assert set(sender.peers.queue_depths()) == {Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE}
+        await until(lambda: sender.statistics.accepted == {Lane.FORWARD: 1, Lane.BACKWARD: 1, Lane.REDUCE: 1})
     assert sorted(map(repr, envelopes)) == sorted(repr(envelope) for envelope, _ in arrived)
     assert all(bundle == (tensor_of(3 * MIB + 5),) for _, bundle in arrived)
     assert sender.statistics.sent_bytes == {B: 3 * (3 * MIB + 5)}
     assert sender.statistics.shard_bytes == {(shard_envelope().job, B): 3 * MIB + 5}
-    assert sender.statistics.accepted == {Lane.FORWARD: 1, Lane.BACKWARD: 1, Lane.REDUCE: 1}
     assert receiver.statistics.received_bytes == {A: 3 * (3 * MIB + 5)}
 
 
