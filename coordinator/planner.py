@@ -39,18 +39,6 @@ NICENESS = 15
 _log = logging.getLogger("coordinator")
 
 
-def warm_search() -> None:
-    """Have the search compiled on this machine."""
-    from skein.plan.route.warm import warm_up as compile_all
-
-    compile_all()
-
-
-async def plan_in_thread(asked: MakePlan) -> PlanMade:
-    """A plan made off the event loop, without Ray."""
-    return await asyncio.to_thread(plan_here, asked)
-
-
 class _Searching(Protocol):
     """A Ray task whose results come one by one, as Ray's own types do not know it."""
 
@@ -72,7 +60,9 @@ def _plan_behind(asked: MakePlan) -> PlanMade:
 
 def _warm_up_behind() -> None:
     _step_back()
-    warm_search()
+    from skein.plan.route.warm import warm_up as compile_all
+
+    compile_all()
 
 
 def _search_behind(asked: MakePlan, seed: int) -> Iterator[FoundPlan]:
@@ -128,7 +118,7 @@ class RayPlanner:
                 _log.warning("job=%s planning was lost (%s), trying again", job.name, _last_line(error))
             finally:
                 ray.cancel(running)
-        return await plan_in_thread(asked)
+        return await asyncio.to_thread(plan_here, asked)
 
     # --- with one ---
 

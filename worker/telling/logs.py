@@ -40,14 +40,8 @@ class LogTail(logging.Handler):
 
 
 def _level(number: int) -> LogLevel:
-    for least, level in (
-        (logging.ERROR, LogLevel.ERROR),
-        (logging.WARNING, LogLevel.WARNING),
-        (logging.INFO, LogLevel.INFO),
-    ):
-        if number >= least:
-            return level
-    return LogLevel.DEBUG
+    """Level at or below a number of at least INFO's."""
+    return LogLevel(logging.getLevelName(min(number // 10 * 10, logging.ERROR)).lower())
 
 
 def begin_worker_log(log_format: LogFormat) -> LogTail:

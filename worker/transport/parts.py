@@ -14,11 +14,6 @@ SizeOfNext = Callable[[], int]
 """Says how many bytes the next part is to have; asked for each."""
 
 
-def full_size() -> int:
-    """For whoever sends parts as large as they may be."""
-    return PART_BYTES
-
-
 def announce(number: int, envelope: Envelope, bundle: Bundle) -> TensorStart:
     """Message that precedes a bundle's parts on a stream; `number` grows from one bundle to the next."""
     metas = tuple(tensor.meta for tensor in bundle)
@@ -47,7 +42,7 @@ class Outgoing:
         return write_part(tensor=number, offset=self.offset, data=data, checksum=checksum(data))
 
 
-def outgoing(bundle: Bundle, part_bytes: SizeOfNext = full_size) -> Iterator[Outgoing]:
+def outgoing(bundle: Bundle, part_bytes: SizeOfNext = lambda: PART_BYTES) -> Iterator[Outgoing]:
     """The bytes of all tensors, one after the other, in parts of `part_bytes`, the last one shorter.
 
     Nothing is copied before `data` or `message`.
