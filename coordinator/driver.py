@@ -105,12 +105,8 @@ class _Asked:
     done: asyncio.Future[tuple[Record, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Woken:
-    """Item of the inbox without an event: a reason to look up."""
-
-
-_Item = CoordinatorEvent | _Opened | _Heard | _Asked | _Woken
+_Item = CoordinatorEvent | _Opened | _Heard | _Asked | None
+"""Something to handle; None: a reason to look up."""
 
 
 class Driver:
@@ -249,7 +245,7 @@ class Driver:
         self._is_stopping = True
         # A full inbox needs no waking.
         with suppress(asyncio.QueueFull):
-            self._inbox.put_nowait(_Woken())
+            self._inbox.put_nowait(None)
 
     async def _turns(self) -> None:
         await self._carry_out(self._machine(TimePassed()))
@@ -314,7 +310,7 @@ class Driver:
                 return self._machine(item.event)
             case _Asked():
                 return self._machine(item.event)
-            case _Woken():
+            case None:
                 return []
             case _:
                 return self._machine(item)

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import takewhile
+from operator import attrgetter
 from typing import assert_never
 
 from coordinator.telling.joblines import JobLines
@@ -182,7 +183,7 @@ class _Kept:
 
     def after(self, key: Key) -> list[JobEvent]:
         """Kept happenings that are newer than `key`, in order."""
-        return list(merge(_after(self.recorded, key), _after(self.passing, key), key=_key))
+        return list(merge(_after(self.recorded, key), _after(self.passing, key), key=attrgetter("key")))
 
     def wake(self) -> None:
         changed, self.changed = self.changed, asyncio.Event()
@@ -191,10 +192,6 @@ class _Kept:
 
 def _after(events: deque[JobEvent], key: Key) -> Iterator[JobEvent]:
     return reversed(list(takewhile(lambda event: event.key > key, reversed(events))))
-
-
-def _key(event: JobEvent) -> Key:
-    return event.key
 
 
 def job_of_record(record: Record) -> JobId | None:

@@ -9,7 +9,7 @@ import pytest
 from skein.errors import UserError
 from skein.protocol.messages.tensors import Refusal
 from skein.types import JobId, WorkerId
-from worker.telling.aggregating import AggregationMeasure, Gauges
+from worker.telling.aggregating import Gauges
 from worker.telling.metrics import WorkerMetrics
 from worker.transport.statistics import Statistics
 
@@ -87,8 +87,8 @@ def test_what_compute_tells_of_aggregation_is_read_when_asked() -> None:
     gauges = Gauges()
     metrics = WorkerMetrics(Statistics(), gauges)
     assert "skein_worker_compression_ratio" not in {name for name, _ in values(metrics)}
-    gauges.set(AggregationMeasure.CONSENSUS_DISTANCE, 0.25, of=2)
-    gauges.set(AggregationMeasure.ERROR_FEEDBACK_NORM, 1.5, of=2)
+    gauges.consensus_distance[2] = 0.25
+    gauges.error_feedback_norm[2] = 1.5
     gauges.exchanged(plain_bytes=3200, sent_bytes=100)
     found = values(metrics)
     assert found["skein_worker_consensus_distance", "2"] == 0.25
@@ -107,7 +107,7 @@ def test_a_first_leader_is_no_change_and_each_group_has_its_own() -> None:
 def test_a_new_job_begins_without_what_the_last_one_told() -> None:
     gauges = Gauges()
     gauges.began(JobId("b"), "lsgd")
-    gauges.set(AggregationMeasure.CONSENSUS_DISTANCE, 3.0, of=0)
+    gauges.consensus_distance[0] = 3.0
     gauges.began(JobId("b"), "lsgd")
     assert values(WorkerMetrics(Statistics(), gauges))["skein_worker_consensus_distance", "0"] == 3.0
     gauges.began(JobId("c"), "lsgd")

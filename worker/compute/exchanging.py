@@ -31,7 +31,7 @@ from skein.protocol.worker.ops import Joined, JoinOp, PackOp, SumOp
 from skein.types import Step, WorkerId
 from worker.compute.chunk import Chunk
 from worker.compute.telling import is_told, residual_norm, sent_bytes
-from worker.telling.aggregating import AggregationMeasure, Gauges
+from worker.telling.aggregating import Gauges
 
 _FP32_BYTES = 4
 
@@ -137,7 +137,7 @@ class Exchanging:
         walker, due = self._exchanges.walker(key), self._exchanges.talk(key).due
         away = chunk.rule.distance(walker, due, flat)
         if away is not None:
-            self._gauges.set(AggregationMeasure.CONSENSUS_DISTANCE, away, of=chunk.stage.index)
+            self._gauges.consensus_distance[chunk.stage.index] = away
 
     def is_to_check(self, op: JoinOp) -> bool:
         """Whether this worker is to compute the leader's score again from what it has received."""
@@ -175,7 +175,7 @@ class Exchanging:
         walker = self._exchanges.finish(keys, chunk.rule, terms)
         kept = residual_norm(chunk.rule, walker) if any(key in self._told for key in keys) else None
         if kept is not None:
-            self._gauges.set(AggregationMeasure.ERROR_FEEDBACK_NORM, kept, of=chunk.stage.index)
+            self._gauges.error_feedback_norm[chunk.stage.index] = kept
         return walker
 
 

@@ -13,7 +13,7 @@ from skein.protocol.messages.directives import Count
 from skein.types import WorkerId
 from skein.wire.channel import Lane
 from skein.wire.serving.pages import TEXT, Page, Pages
-from worker.telling.aggregating import AggregationMeasure, Gauges
+from worker.telling.aggregating import Gauges
 from worker.transport.statistics import Statistics
 
 _OP_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -21,12 +21,6 @@ _STEP_BUCKETS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _COMPUTE_KINDS = ("forward", "loss", "backward")
 _MAX_PEERS = 64
 """Peers beyond so many share the label `other`: labels stay bounded however many come and go."""
-
-
-_ABOUT = {
-    AggregationMeasure.CONSENSUS_DISTANCE: "Norm of the difference from where the newest exchange draws a walker",
-    AggregationMeasure.ERROR_FEEDBACK_NORM: "Norm of what was rounded away and is still to be sent",
-}
 
 
 class _WhenAsked(Collector):
@@ -51,11 +45,10 @@ class _WhenAsked(Collector):
         for (rule, peer), num_bytes in sorted(self._sent_bytes().items()):
             sent.add_metric([rule, peer], num_bytes)
         yield sent
-        for measure, words in _ABOUT.items():
-            gauge = GaugeMetricFamily(f"skein_worker_{measure}", f"{words}, by stage", labels=["stage"])
-            for key, value in gauges.values(measure).items():
-                gauge.add_metric([key], value)
-            yield gauge
+        about = "Norm of the difference from where the newest exchange draws a walker, by stage"
+        yield _by_stage("consensus_distance", about, gauges.consensus_distance)
+        about = "Norm of what was rounded away and is still to be sent, by stage"
+        yield _by_stage("error_feedback_norm", about, gauges.error_feedback_norm)
         about = "Bytes of the newest exchange in float32, by those that it took"
         yield GaugeMetricFamily("skein_worker_compression_ratio", about, value=gauges.compression_ratio)
         about = "How often other walkers began to lead this one"
@@ -76,6 +69,13 @@ def _family(
     for key, value in sorted(dict(values).items()):
         family.add_metric([str(key)], value)
     return family
+
+
+def _by_stage(name: str, documentation: str, values: Mapping[int, float]) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(f"skein_worker_{name}", documentation, labels=["stage"])
+    for stage, value in sorted(dict(values).items()):
+        gauge.add_metric([str(stage)], value)
+    return gauge
 
 
 def _bounded(values: Mapping[WorkerId, int]) -> dict[str, int]:
