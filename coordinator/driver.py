@@ -106,7 +106,7 @@ class _Asked:
 
 
 _Item = CoordinatorEvent | _Opened | _Heard | _Asked | None
-"""Something to handle; None: a reason to look up."""
+"""Item of the inbox; None has no event, and is a reason to look up."""
 
 
 class Driver:
