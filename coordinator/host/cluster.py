@@ -135,7 +135,7 @@ class _Handle(Protocol):
     alive: _Method[None]
     listens: _Method[str | Failed]
     ready: _Method[Serves | Failed]
-    ended: _Method[str]
+    ended: _Method[str | Failed]
     stop: _Method[None]
 
 
