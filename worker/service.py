@@ -11,7 +11,7 @@ from grpc import aio
 
 from skein.errors import RemoteError
 from skein.types import Generation
-from skein.wire.codec import FETCH_STATE, PART_REPLY, STATE_PART
+from skein.wire.codec import FETCH_STATE, PART_REPLY, STATE_PART, TENSOR_PART
 from skein.wire.context import Context
 from skein.wire.extra import FetchStateRequest
 from skein.wire.failures import refuse
@@ -123,16 +123,20 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Deliver(
         self, request_iterator: AsyncIterator[peer_pb2.TensorPart], context: Context
     ) -> AsyncIterator[peer_pb2.PartReply]:
-        """Takes tensors; see the proto. As `attach` has made them come, messages are bytes, not copied yet."""
+        """Takes tensors; see the proto. Where `attach` has made them come so, messages are bytes, not copied yet."""
         loop = asyncio.get_running_loop()
-        messages = cast("AsyncIterator[bytes]", request_iterator)
+        messages: AsyncIterator[peer_pb2.TensorPart | bytes] = request_iterator
         try:
             with self._streams.take(peer_of(context.peer())) as slot:
                 inbox = Inbox(self._intake, Window())
                 try:
                     yield PART_REPLY.encode(inbox.open(now=loop.time()))
                     async for message in slot.each(aiter(messages)):
-                        for reply in inbox.take(read_part(message), now=loop.time()):
+                        if isinstance(message, bytes):
+                            part = read_part(message)
+                        else:
+                            part = TENSOR_PART.decode(message)
+                        for reply in inbox.take(part, now=loop.time()):
                             yield PART_REPLY.encode(reply)
                 finally:
                     inbox.close()
