@@ -7,7 +7,7 @@ Rules of this file
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from skein.plan.clock.timing import op_times, with_times
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import stage_loads
 from skein.plan.paths import find_paths
+from skein.plan.place import Pool
 from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan, PlannedOp, Schedule
 from skein.plan.replan.job_replan import replan_job
 from skein.plan.replan.routing import always
@@ -67,81 +68,129 @@ def make_searched_plan(
         may_go_on: asked between two annealings; False ends the search with what it has.
         steps_left: over which the cost of moving what `previous` placed is spread; None: moving costs nothing.
     """
-    plan, budget_s = make_balanced_plan(job, fleet, previous, seed), job.plan.budget_s
-    if isinstance(plan, Infeasible) or job.plan.method == "balanced" or budget_s == 0:
+    plan = make_balanced_plan(job, fleet, previous, seed)
+    # The search lets microbatches go through any holder; walkers keep to their own.
+    is_final = job.plan.method == "balanced" or job.plan.budget_s == 0 or job.aggregation.walkers.are_lines
+    if isinstance(plan, Infeasible) or is_final:
         return plan
-    if job.aggregation.walkers.are_lines:
-        # The search lets microbatches go through any holder; walkers keep to their own.
-        return plan
-    if previous is not None:
-        return _after(job, fleet, plan, previous, seed, may_go_on=may_go_on, steps_left=steps_left)
-    if recut(job, fleet, plan) is None:
-        return _improved(job, fleet, plan, seed, budget_s=budget_s, may_go_on=may_go_on)
-    # Half of the budget for each cut: which is better shows only once both are searched.
-    even = _improved(job, fleet, plan, seed, budget_s=budget_s / 2, may_go_on=may_go_on)
-    uneven = recut(job, fleet, even)
-    if uneven is None:
-        return even
-    uneven = _improved(job, fleet, uneven, seed, budget_s=budget_s / 2, may_go_on=may_go_on)
-    if uneven.predicted_step_s >= even.predicted_step_s or violations(uneven, job, fleet):
-        return even
-    better = f"{uneven.predicted_step_s / even.predicted_step_s:.0%} of the step with equal stages"
-    return replace(uneven, reason=uneven.reason.then(Clause(f"{widths(uneven)} layers a stage: {better}")))
+    held = None if previous is None else Held(plan=previous, steps_left=steps_left)
+    hunt = _Hunt(job=job, fleet=fleet, pool=pool_of(job, fleet), seed=seed, may_go_on=may_go_on, held=held)
+    return hunt.begun(plan) if previous is None else hunt.followed(plan, previous)
 
 
-def _after(
-    job: JobSpec,
-    fleet: Fleet,
-    balanced: Plan,
-    previous: Plan,
-    seed: int,
-    *,
-    may_go_on: Callable[[], bool],
-    steps_left: int | None,
-) -> Plan:
-    """The plan that follows `previous`: after a loss as little moved as pays, for who is left waits for it."""
-    held = Held(plan=previous, steps_left=steps_left)
-    is_loss = not set(previous.workers) <= {x.worker for x in fleet.workers}
-    if is_loss and previous.stages == balanced.stages:
-        follower = _follower(job, fleet, balanced, held, seed, may_go_on=may_go_on)
-        if follower is not None:
-            return follower
-    base = _base(job, fleet, balanced, previous)
-    return _improved(job, fleet, base, seed, budget_s=job.plan.budget_s, may_go_on=may_go_on, held=held)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hunt:
+    """Plan that is asked for; all but `held`, the plan that is in place, as in `make_searched_plan`."""
 
+    job: JobSpec
+    fleet: Fleet
+    pool: Pool
+    seed: int
+    may_go_on: Callable[[], bool]
+    held: Held | None
 
-def _follower(
-    job: JobSpec,
-    fleet: Fleet,
-    balanced: Plan,
-    held: Held,
-    seed: int,
-    *,
-    may_go_on: Callable[[], bool],
-) -> Plan | None:
-    """The plan that goes on from what is held; None if that cannot stay as it is."""
-    pool = pool_of(job, fleet)
-    posed = pose(job, fleet, balanced, pool)
-    if (posed.problem.slots < 1).all(axis=0).any():
-        return None
-    followed = replan_job(
-        posed,
-        working(held.plan, set(pool.workers)),
-        most_chunks=posed.problem.num_chunks,
-        steps_left=held.steps_left,
-        num_ops=job.plan.budget_s * OPS_PER_S,
-        seed=seed,
-        may_go_on=may_go_on,
-    )
-    if followed is None:
-        return None
-    posed, found = followed.posed, followed.found
-    plan = plan_of(job, balanced, posed, found, started=(held.plan.predicted_step_s, "the plan before"))
-    plan = replace(plan, reason=plan.reason.then(*followed.why))
-    plan = with_silent(plan, job, posed.loads, pool, [x.chunk for x in held.plan.chunks])
-    if violations(plan, job, fleet):
-        return None
-    return with_times(plan, posed.loads, pool, *op_times(fleet, posed.loads, pool))
+    def begun(self, balanced: Plan) -> Plan:
+        """A plan from nothing, with equal stages or with those that suit who holds them."""
+        budget_s = self.job.plan.budget_s
+        if recut(self.job, self.fleet, balanced) is None:
+            return self._improved(balanced, budget_s)
+        # Half of the budget for each cut: which is better shows only once both are searched.
+        even = self._improved(balanced, budget_s / 2)
+        uneven = recut(self.job, self.fleet, even)
+        if uneven is None:
+            return even
+        uneven = self._improved(uneven, budget_s / 2)
+        if uneven.predicted_step_s >= even.predicted_step_s or violations(uneven, self.job, self.fleet):
+            return even
+        better = f"{uneven.predicted_step_s / even.predicted_step_s:.0%} of the step with equal stages"
+        return replace(
+            uneven, reason=uneven.reason.then(Clause(f"{widths(uneven)} layers a stage: {better}"))
+        )
+
+    def followed(self, balanced: Plan, previous: Plan) -> Plan:
+        """The plan that follows `previous`: after a loss as little moved as pays, for who is left waits for it."""
+        alive = set(self.pool.workers)
+        is_loss = not set(previous.workers) <= alive
+        if is_loss and previous.stages == balanced.stages:
+            follower = self._follower(balanced, previous)
+            if follower is not None:
+                return follower
+        # The previous one is improved if it could run on and has a chunk for every worker that is of use.
+        has_fewer = len(working(previous, alive).chunks) < len(working(balanced, alive).chunks)
+        base = balanced if has_fewer or violations(previous, self.job, self.fleet) else previous
+        return self._improved(base, self.job.plan.budget_s)
+
+    def _follower(self, balanced: Plan, previous: Plan) -> Plan | None:
+        """The plan that goes on from what is held; None if that cannot stay as it is."""
+        posed = pose(self.job, self.fleet, balanced, self.pool)
+        if (posed.problem.slots < 1).all(axis=0).any():
+            return None
+        followed = replan_job(
+            posed,
+            working(previous, set(self.pool.workers)),
+            most_chunks=posed.problem.num_chunks,
+            steps_left=None if self.held is None else self.held.steps_left,
+            num_ops=self.job.plan.budget_s * OPS_PER_S,
+            seed=self.seed,
+            may_go_on=self.may_go_on,
+        )
+        if followed is None:
+            return None
+        started = (previous.predicted_step_s, "the plan before")
+        plan = plan_of(self.job, balanced, followed.posed, followed.found, started=started)
+        plan = replace(plan, reason=plan.reason.then(*followed.why))
+        return self._timed(self._joined(plan, previous, followed.posed), followed.posed)
+
+    def _improved(self, plan: Plan, budget_s: float) -> Plan:
+        """`plan` with placement, paths and order from a search; itself if its problem cannot be posed."""
+        held, loads = self.held, stage_loads(self.job, plan.stages)
+        move_s = None if held is None else held.move_s(plan.stages, loads, self.pool)
+        posed = pose(self.job, self.fleet, plan, self.pool, move_s=move_s)
+        orders = named_orders(posed.problem, posed.worker_of, posed.path)
+        if (
+            FIRST_COME not in orders
+            or (posed.problem.slots[posed.worker_of, posed.problem.stage_of] < 1).any()
+        ):
+            return plan
+        own = routing_of(plan, posed)
+        if own is not None:
+            orders = {**orders, "its own": own}
+        search = Search(posed.problem, seed=self.seed)
+        founds = ((search.consider(routing), name) for name, routing in orders.items())
+        started = min((found.jittered_s, name) for found, name in founds if found is not None)
+        # Other numbers of holders would move state, so they are tried only where nothing is held.
+        other = None if held is not None else resized(posed)
+        num_moves = num_moves_in(budget_s, posed.problem.num_ops) // (1 if other is None else 2)
+        best = self._searched(search, num_moves)
+        if other is not None:
+            search = Search(other.problem, seed=self.seed)
+            search.begin()
+            found = self._searched(search, num_moves)
+            if found is not None and (best is None or found.cost_s < best.cost_s):
+                posed, best = other, found
+        assert best is not None
+        better = plan_of(self.job, plan, posed, best, started=started)
+        better = self._joined(better, plan if held is None else held.plan, posed)
+        moved = () if held is None else held.moved(better, loads)
+        better = replace(better, reason=better.reason.then(*moved, *_doubted(self.fleet, posed)))
+        return self._timed(better, posed) or plan
+
+    def _searched(self, search: Search, num_moves: int) -> Found | None:
+        for slice_ in slices(num_moves, search.problem.num_ops):
+            if not self.may_go_on():
+                break
+            search.run(slice_)
+        return search.best
+
+    def _joined(self, plan: Plan, before: Plan, posed: Posed) -> Plan:
+        """`plan` with silent holders, where they are already in `before` if that is of use."""
+        return with_silent(plan, self.job, posed.loads, self.pool, [x.chunk for x in before.chunks])
+
+    def _timed(self, plan: Plan, posed: Posed) -> Plan | None:
+        """`plan` with the times that it was made by; None if it is not legal."""
+        if violations(plan, self.job, self.fleet):
+            return None
+        return with_times(plan, posed.loads, self.pool, *op_times(self.fleet, posed.loads, self.pool))
 
 
 def searched_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
@@ -156,70 +205,6 @@ def searched_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     at_work = working(plan, set(pool.workers))
     silent_s = slower_s(at_work, job, pool, [x.chunk for x in plan.chunks])
     return jittered_mean_s(posed.problem, routing, num_draws=NUM_JITTERS) + silent_s
-
-
-def _base(job: JobSpec, fleet: Fleet, balanced: Plan, previous: Plan | None) -> Plan:
-    """Plan to improve: the previous one, if it could run on and has a chunk for every worker that is of use."""
-    if previous is None or violations(previous, job, fleet):
-        return balanced
-    alive = {worker.worker for worker in fleet.workers}
-    has_fewer = len(working(previous, alive).chunks) < len(working(balanced, alive).chunks)
-    return balanced if has_fewer else previous
-
-
-def _improved(
-    job: JobSpec,
-    fleet: Fleet,
-    plan: Plan,
-    seed: int,
-    *,
-    budget_s: float,
-    may_go_on: Callable[[], bool],
-    held: Held | None = None,
-) -> Plan:
-    """`plan` with placement, paths and order from a search; itself if its problem cannot be posed."""
-    pool = pool_of(job, fleet)
-    loads = stage_loads(job, plan.stages)
-    posed = pose(
-        job, fleet, plan, pool, move_s=None if held is None else held.move_s(plan.stages, loads, pool)
-    )
-    orders = named_orders(posed.problem, posed.worker_of, posed.path)
-    if FIRST_COME not in orders or (posed.problem.slots[posed.worker_of, posed.problem.stage_of] < 1).any():
-        return plan
-    own = routing_of(plan, posed)
-    if own is not None:
-        orders = {**orders, "its own": own}
-    search = Search(posed.problem, seed=seed)
-    founds = ((search.consider(routing), name) for name, routing in orders.items())
-    started = min((found.jittered_s, name) for found, name in founds if found is not None)
-    # Other numbers of holders would move state, so they are tried only where nothing is held.
-    other = None if held is not None else resized(posed)
-    num_moves = num_moves_in(budget_s, len(orders[FIRST_COME].sequence)) // (1 if other is None else 2)
-    _run(search, num_moves, may_go_on)
-    best = search.best
-    if other is not None:
-        search = Search(other.problem, seed=seed)
-        search.begin()
-        _run(search, num_moves, may_go_on)
-        if search.best is not None and (best is None or search.best.cost_s < best.cost_s):
-            posed, best = other, search.best
-    assert best is not None
-    better = plan_of(job, plan, posed, best, started=started)
-    better = with_silent(
-        better, job, loads, pool, [x.chunk for x in (plan if held is None else held.plan).chunks]
-    )
-    moved = () if held is None else held.moved(better, loads)
-    better = replace(better, reason=better.reason.then(*moved, *_doubted(fleet, posed)))
-    if violations(better, job, fleet):
-        return plan
-    return with_times(better, loads, pool, *op_times(fleet, loads, pool))
-
-
-def _run(search: Search, num_moves: int, may_go_on: Callable[[], bool]) -> None:
-    for slice_ in slices(num_moves, search.problem.num_ops):
-        if not may_go_on():
-            break
-        search.run(slice_)
 
 
 def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tuple[float, str]) -> Plan:
