@@ -15,7 +15,6 @@ from client.planning.messages import (
     Bounded,
     Compiling,
     Errand,
-    MemberEnded,
     Message,
     MethodRefused,
     PlanFound,
@@ -41,7 +40,7 @@ _NICENESS = 5
 def member_messages(
     text: str, errand: Errand, *, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Message]:
-    """Messages of a member with this errand about the case in `text`, ending with `MemberEnded`."""
+    """Messages of a member with this errand about the case in `text`."""
     until_s = now() + errand.budget_s
     case = case_of(text, origin="instance", objective=errand.objective)
     problem = case.searched
@@ -50,7 +49,6 @@ def member_messages(
             yield from _bounds(problem, errand.cutoff_s)
         case Role.PLAN:
             yield from _searched(case, errand, until_s, now)
-    yield MemberEnded(cpu_s=time.process_time())
 
 
 def _bounds(problem: Problem, cutoff_s: float | None) -> Iterator[Bounded]:

@@ -14,13 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from client.planning.messages import (
     Bounded,
     Compiling,
     Errand,
-    MemberEnded,
     Message,
     MethodRefused,
     PlanFound,
@@ -49,7 +46,8 @@ class PortfolioStanding:
     is_compiling: bool = False
     refused: list[str] = field(default_factory=list)
     num_moves_by_member: dict[int, int] = field(default_factory=dict)
-    cpu_s_by_member: dict[int, float] = field(default_factory=dict)
+    has_done: bool = False
+    """Some member has done what it was asked."""
     losses: list[str] = field(default_factory=list)
 
     @property
@@ -59,7 +57,7 @@ class PortfolioStanding:
     @property
     def is_held_up(self) -> bool:
         """Whether the search is being compiled, and no member has got further yet."""
-        return self.is_compiling and not (self.num_moves_by_member or self.cpu_s_by_member or self.refused)
+        return self.is_compiling and not (self.num_moves_by_member or self.has_done or self.refused)
 
     @property
     def num_moves(self) -> int:
@@ -80,8 +78,6 @@ class PortfolioStanding:
                 if self.bound is None or message.seconds > self.bound.seconds:
                     self.bound = message
                     return True
-            case MemberEnded(cpu_s=cpu_s):
-                self.cpu_s_by_member[member] = cpu_s
         return False
 
 
@@ -114,17 +110,10 @@ class MemberProcesses:
 
     def __exit__(self, *_: object) -> None:
         for member in self._members:
-            self._note_cpu(member)
             member.process.kill()
         for member in self._members:
             member.process.wait(_END_S)
         self._files.close()
-
-    def _note_cpu(self, member: _Member) -> None:
-        """Note the CPU seconds of a member that is ended before it could say so itself."""
-        with contextlib.suppress(psutil.Error):
-            spent = psutil.Process(member.process.pid).cpu_times()
-            self.standing.cpu_s_by_member.setdefault(member.number, spent.user + spent.system)
 
     def send(self, errand: Errand) -> None:
         """Start a member."""
@@ -177,7 +166,9 @@ class MemberProcesses:
         """Note that a member has ended, and with which words if it broke."""
         member.has_ended = True
         code = member.process.wait(_END_S)
-        if code != 0:
+        if code == 0:
+            self.standing.has_done = True
+        else:
             said = member.log.read_text(encoding="utf-8", errors="replace")
             lines = said.strip().splitlines() or [f"exit code {code}"]
             self.standing.losses.append(

@@ -109,17 +109,9 @@ class Bounded:
     parts: tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberEnded:
-    """This member has done what it was asked, in so many CPU seconds of its own."""
-
-    cpu_s: float
-
-
-Message: TypeAlias = PlanFound | MethodRefused | Compiling | Progressed | Bounded | MemberEnded
+Message: TypeAlias = PlanFound | MethodRefused | Compiling | Progressed | Bounded
 _KINDS: dict[str, type[Message | Errand]] = {
-    kind.__name__: kind
-    for kind in (Errand, PlanFound, MethodRefused, Compiling, Progressed, Bounded, MemberEnded)
+    kind.__name__: kind for kind in (Errand, PlanFound, MethodRefused, Compiling, Progressed, Bounded)
 }
 
 

@@ -227,7 +227,10 @@ def _parts(case: KnownProblem, problem: Problem, plan: PlanFound, times: Timelin
         reduction_s=way.reduction_s,
         reduced_stage=way.reduced_stage,
         compute_s_by_worker={names[w]: x for w, x in way.compute_s_by_worker().items()},
-        transfer_s_by_link={link_name(names, *link): x for link, x in way.transfer_s_by_link().items()},
+        transfer_s_by_link={
+            f"{names[sender]} -> {names[receiver]}": x
+            for (sender, receiver), x in way.transfer_s_by_link().items()
+        },
         slot_waits_by_worker=_slot_waits(case, routing, way),
     )
 
@@ -237,11 +240,6 @@ def _slot_waits(case: KnownProblem, routing: Routing, way: CriticalWay) -> dict[
     for chunk, count in way.num_slot_waits_by_chunk().items():
         counts[case.names[int(routing.worker_of[chunk])]] += count
     return dict(counts.most_common())
-
-
-def link_name(names: Sequence[str], sender: int, receiver: int) -> str:
-    """A link for people."""
-    return f"{names[sender]} -> {names[receiver]}"
 
 
 def _bound(bound: Bounded, predicted_s: float) -> BoundRow:

@@ -19,7 +19,6 @@ from client.planning.messages import (
     Bounded,
     Compiling,
     Errand,
-    MemberEnded,
     Message,
     MethodRefused,
     Objective,
@@ -60,7 +59,7 @@ def plan(*, seed: int = 0, step_s: float = 9.0, jittered_s: float = 10.0) -> Pla
 
 def found(errand: Errand, now: Callable[[], float]) -> list[Message]:
     """What a member tells of the search itself."""
-    return [x for x in member_messages(TEXT, errand, now=now) if not isinstance(x, Compiling | MemberEnded)]
+    return [x for x in member_messages(TEXT, errand, now=now) if not isinstance(x, Compiling)]
 
 
 # --- one member ---
@@ -75,7 +74,6 @@ def test_a_search_tells_legal_plans_each_better_than_the_one_before() -> None:
     for found in plans:
         assert violations(problem, found.routing) == ()
         assert timeline(problem, found.routing).step_s == found.step_s
-    assert isinstance(messages[-1], MemberEnded)
 
 
 def test_the_plan_at_once_is_legal_and_no_better_under_jitter_than_it_says() -> None:
@@ -117,7 +115,6 @@ def test_counted_rounds_repeat_exactly_whatever_the_clock() -> None:
 def test_a_search_ends_when_its_time_is_up_and_has_a_plan_even_then() -> None:
     late = list(member_messages(TEXT, Errand(role=Role.PLAN, objective=None, budget_s=0.0), now=clock(1.0)))
     assert [type(x) for x in late[:1]] == [PlanFound]
-    assert isinstance(late[-1], MemberEnded)
     assert sum(isinstance(x, Progressed) for x in late) <= 1
 
 
@@ -175,7 +172,6 @@ def test_bounds_rise_and_never_pass_a_plan() -> None:
         Compiling(),
         Progressed(num_moves=3),
         Bounded(seconds=1e-17, binding="trip", parts=(("trip", 1e-17), ("slots", 0.0))),
-        MemberEnded(cpu_s=0.5),
     ],
 )
 def test_a_message_survives_its_line(message: Message) -> None:
@@ -254,7 +250,6 @@ def test_leaving_ends_whoever_is_still_at_work() -> None:
             next(news)
         children = psutil.Process().children(recursive=True)
         assert children
-    assert members.standing.cpu_s_by_member[0] > 0
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
 
 
