@@ -30,7 +30,7 @@ UNITS = $(TEST_ENV) $(BIN)/python -m pytest --ignore=tests/e2e -n 2 --dist works
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test units e2e coverage matrix scale check bench bench-aggregation proto fmt compose-test \
+.PHONY: help setup demo test units e2e e2e-long coverage matrix scale check bench bench-aggregation proto fmt compose-test \
 	docs sim constraints clean
 
 help: ## list these targets
@@ -47,21 +47,23 @@ $(READY): pyproject.toml constraints.txt
 demo: setup ## train, export and sample a small language model on this machine
 	$(BIN)/skein demo
 
-test: units e2e ## all tests: units in parallel, then real processes one at a time
+test: units e2e ## units in parallel, then what only real processes show, one test at a time
 
 units: setup ## all tests without processes of their own
 	$(UNITS) $(PYTEST_ARGS)
 
-e2e: setup ## only the tests with real processes
-	$(TEST_ENV) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+e2e: setup ## one test with real processes for each kind of fault and of work
+	$(TEST_ENV) $(BIN)/python -m pytest tests/e2e -m 'not long' $(PYTEST_ARGS)
+
+e2e-long: setup ## the other tests with real processes: rules, cuts, moments of death, standbys, the demo
+	$(TEST_ENV) $(BIN)/python -m pytest tests/e2e -m long $(PYTEST_ARGS)
 
 coverage: setup ## units, traced: which branches nobody takes; fails below 92 %
 	$(UNITS) --cov --cov-report=term --cov-fail-under=92 $(PYTEST_ARGS)
 
 matrix: setup ## tests of long matrices (shapes, strikes, moments, rules, seeds) with every case, loops watched
 	SKEIN_MATRIX=entire $(UNITS) -o asyncio_debug=true $(PYTEST_ARGS)
-	SKEIN_MATRIX=entire $(TEST_ENV) $(BIN)/python -m pytest tests/e2e/test_crash_points.py tests/e2e/test_parity.py \
-		tests/e2e/test_aggregation.py tests/e2e/test_command.py $(PYTEST_ARGS)
+	SKEIN_MATRIX=entire $(TEST_ENV) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
 
 scale: setup ## a thousand simulated workers
 	$(BIN)/skein bench scale

@@ -1,7 +1,9 @@
-"""Small jobs that real processes train in seconds."""
+"""Small jobs that real processes train in seconds, and what came of them."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from client.api import Job
 from skein.config.job import (
     BatchSpec,
     BudgetSpec,
@@ -15,6 +17,10 @@ from skein.config.job import (
 )
 from skein.config.optimizer import AdamWSpec
 from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.wire.views import JobEvent, StepFinished
+
+NUM_STEPS = 24
+"""Of jobs that are compared with one that nobody disturbs."""
 
 
 def write_text(folder: Path) -> Path:
@@ -50,3 +56,16 @@ def text_job(
         checkpoint=CheckpointSpec(every_steps=checkpoint_every, keep=2),
         seed=3,
     )
+
+
+def losses_of(events: Iterable[JobEvent]) -> dict[int, float]:
+    """The loss of each step; of a step that was made twice, the last."""
+    return {e.body.record.step: e.body.record.loss for e in events if isinstance(e.body, StepFinished)}
+
+
+def wait_for_step(job: Job, step: int) -> None:
+    """Until it is committed."""
+    for event in job.events():
+        if isinstance(event.body, StepFinished) and event.body.record.step >= step:
+            return
+    raise AssertionError(f"{job.id} ended before step {step}: {job.status()}")

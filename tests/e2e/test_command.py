@@ -3,61 +3,73 @@
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from math import ceil
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
-from bench.cluster import Cluster, running
+from bench.cluster import Cluster
+from client.cli import run
 from client.local import free_port
 from skein.config.job import JobSpec
 from skein.config.load import apply_overrides, job_from_document
 from skein.types import JobState
 from skein.wire.views import StepFinished, WorkerState
-from tests.e2e.jobs import text_job, write_text
+from tests.e2e.jobs import text_job
+from tests.e2e.shared import SharedCluster, left_running, marked
 from tests.support.extent import part
 
 DONE, FAILED, USAGE = 0, 1, 2
 PATIENCE_S = 300.0
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("bad-input"), 1) as cluster:
-        yield cluster
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What came of a command."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
-    text = write_text(tmp_path_factory.mktemp("text"))
+@pytest.fixture(scope="session")
+def job(text: Path) -> JobSpec:
     return text_job("mistaken", text, steps=2, stages=1, replicas=1)
 
 
-def skein(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
+def skein(*arguments: str) -> Ran:
+    """The command within this process."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as errors:
+        code = run(arguments)
+    return Ran(code, out.getvalue(), errors.getvalue())
+
+
+def program(*arguments: str, folder: Path | None = None) -> Ran:
+    """As a process of its own, which may become a service; perhaps `marked` by a folder."""
+    ran = subprocess.run(
         [sys.executable, "-m", "client.cli", *arguments],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
         timeout=600,
         check=False,
+        env=marked(folder) if folder else None,
     )
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
 
 
-def submit(
-    cluster: Cluster, job: JobSpec, folder: Path, *overrides: str, more: tuple[str, ...] = ()
-) -> "subprocess.CompletedProcess[str]":
+def submit(cluster: Cluster, job: JobSpec, folder: Path, *overrides: str, more: tuple[str, ...] = ()) -> Ran:
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_none=True)))
     settings = [part for override in overrides for part in ("--set", override)]
     return skein("submit", str(path), "--wait", "--coordinator", cluster.target, *settings, *more)
 
 
-def only_error(ran: "subprocess.CompletedProcess[str]", code: int) -> str:
+def only_error(ran: Ran, code: int) -> str:
     """The one line that says what was wrong."""
     assert ran.returncode == code, ran.stderr
     assert "Traceback" not in ran.stderr + ran.stdout
@@ -78,9 +90,10 @@ def curve(cluster: Cluster, job: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster, job: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(shared: SharedCluster, job: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A job of thirty steps that nobody minds."""
-    ran = submit(cluster, job, tmp_path_factory.mktemp("undisturbed"), "name=undisturbed", "budget.steps=30")
+    shared.gather(4)
+    ran = submit(shared, job, tmp_path_factory.mktemp("undisturbed"), "name=undisturbed", "budget.steps=30")
     assert ran.returncode == DONE, ran.stderr
     return ran.stdout.strip()
 
@@ -164,16 +177,18 @@ def test_a_job_whose_files_no_worker_has_waits_with_the_reason(
     with cluster.client() as client:
         waits = client.submit(job_from_document(document))
         until_s = time.monotonic() + PATIENCE_S
-        while said not in waits.status().reason:
+        # One worker after the other says so.
+        while "nobody can use" not in (reason := waits.status().reason):
             assert time.monotonic() < until_s, waits.status()
             time.sleep(0.1)
-        assert "nobody can use" in waits.status().reason
+        assert said in reason
         waits.cancel()
         assert waits.wait().state is JobState.CANCELLED
 
 
 def test_the_service_goes_on_after_all_those(cluster: Cluster, job: JobSpec, tmp_path: Path) -> None:
-    ran = submit(cluster, job, tmp_path)
+    assert submit(cluster, job, tmp_path).returncode == DONE
+    ran = program("submit", str(tmp_path / "job.yaml"), "--wait", "--coordinator", cluster.target)
     assert ran.returncode == DONE, ran.stderr
 
 
@@ -198,25 +213,27 @@ def test_a_job_without_a_checkpoint_cannot_be_exported(
 
 
 def test_a_port_in_use_ends_a_coordinator_with_one_line(cluster: Cluster, tmp_path: Path) -> None:
-    before = set(psutil.Process().children(recursive=True))
     ports = ["--port", str(cluster.port), "--metrics-port", "0"]
-    error = only_error(skein("coordinator", "up", *ports, "--state-dir", str(tmp_path / "state")), FAILED)
+    error = only_error(
+        program("coordinator", "up", *ports, "--state-dir", str(tmp_path / "state"), folder=tmp_path), FAILED
+    )
     assert str(cluster.port) in error
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert left_running(tmp_path) == []
 
 
 def test_a_state_directory_in_use_ends_a_second_coordinator(cluster: Cluster) -> None:
     state = str(cluster.directory / "state")
     error = only_error(
-        skein("coordinator", "up", "--port", str(free_port()), "--metrics-port", "0", "--state-dir", state),
+        program("coordinator", "up", "--port", str(free_port()), "--metrics-port", "0", "--state-dir", state),
         FAILED,
     )
     assert state in error
+    assert "is using it; stop that one first" in error
 
 
 @pytest.mark.parametrize("listen", part(["0.0.0.0", "::"], every=2))
 def test_listening_to_the_world_without_a_token_is_refused(tmp_path: Path, listen: str) -> None:
-    ran = skein("coordinator", "up", "--host", listen, "--state-dir", str(tmp_path / "state"))
+    ran = program("coordinator", "up", "--host", listen, "--state-dir", str(tmp_path / "state"))
     assert "token" in only_error(ran, USAGE)
-    ran = skein("worker", "up", "--join", "127.0.0.1:9", "--listen", listen)
+    ran = program("worker", "up", "--join", "127.0.0.1:9", "--listen", listen)
     assert "token" in only_error(ran, USAGE)

@@ -1,30 +1,22 @@
 """Workers that die, or stand still for a while, at the places where a protocol like this one breaks."""
 
-import os
-import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from bench.chaosing.watch import watched
-from bench.cluster import Cluster
-from bench.emulated.fleet import write_whole
 from bench.recovering.fate import Orders
 from client.api import Client, Job
 from skein.config.job import BackupSpec, JobSpec
 from skein.protocol.log.records import Incident, Remedy
 from skein.types import JobState
 from skein.wire.views import IncidentEnded, StepFinished, WentBack
-from tests.e2e.jobs import text_job, write_text
-from tests.e2e.test_recovery import losses_of, wait_for_step
+from tests.e2e.jobs import NUM_STEPS, losses_of, text_job, wait_for_step
+from tests.e2e.shared import SharedCluster
 from tests.support.extent import ENTIRE
 
-NUM_STEPS = 24
-NAMES = ("w0", "w1", "w2", "w3", "w4")
-"""Four hold two stages twice, and one is spare."""
 FIRST, LAST = 0, 1
 _POLL_S = 0.05
 RESUMED = "after DirectiveArrived Assign resumed"
@@ -87,67 +79,35 @@ POINTS = (
     Point(name="let-in", at=("before Build",), stage=None, companion=LAST),
 )
 FROZEN = tuple(p for p in POINTS if p.name in ("inside-backward", "adopted", "before-vote", "inside-apply"))
-COVERING = (
-    "inside-backward",
-    "serving-x",
-    "first-replayed",
-    "result-leaving",
-    "inside-apply",
-    "silent-current",
+BRIEF = ("serving-x", "silent-current")
+"""What `make test` tries: while the work of one who died before is taken over, and beside the step."""
+COVERING = ("inside-backward", *BRIEF, "first-replayed", "result-leaving", "inside-apply")
+"""What is tried before a change is taken: within a step, after a death, at its end, beside it. `make matrix`: all."""
+TRIED = tuple(
+    pytest.param(p, id=p.name, marks=() if p.name in BRIEF else pytest.mark.long)
+    for p in POINTS
+    if ENTIRE or p.name in COVERING
 )
-"""What is tried by `make test`: within a step, after a death, at its end, beside it. `make matrix` tries all."""
-TRIED = tuple(p for p in POINTS if ENTIRE or p.name in COVERING)
-TRIED_FROZEN = tuple(p for p in FROZEN if ENTIRE or p.name == "before-vote")
+TRIED_FROZEN = tuple(
+    pytest.param(p, id=p.name, marks=() if p.name == "before-vote" else pytest.mark.long)
+    for p in FROZEN
+    if ENTIRE or p.name == "before-vote"
+)
 
 
-class CrashCluster(Cluster):
-    """Workers that take orders."""
-
-    def start_worker(self, name: str) -> None:
-        arguments = ["--join", self.target, "--name", name, "--orders", str(self._orders_of(name))]
-        self.run(name, "tests.e2e.dying_worker", arguments)
-
-    def order(self, name: str, orders: Orders) -> None:
-        write_whole(self._orders_of(name), orders.model_dump_json())
-
-    def wait_for_end(self, name: str, is_over: threading.Event) -> bool:
-        """Until it has carried out its orders, which must be before the job is over; whether it is dead, not frozen."""
-        wanted = os.WEXITED | os.WSTOPPED | os.WNOWAIT | os.WNOHANG
-        while (changed := os.waitid(os.P_PID, self.workers[name].pid, wanted)) is None:
-            if is_over.wait(_POLL_S):
-                self._orders_of(name).unlink(missing_ok=True)
-                raise AssertionError(f"{name} did not come there: {self.log_of('coordinator')[-2000:]}")
-        return changed.si_code != os.CLD_STOPPED
-
-    def restart(self, name: str) -> None:
-        """Nobody is there; somebody new comes under the name, at once."""
-        self.kill_worker(name)
-        self.start_worker(name)
-
-    def _orders_of(self, name: str) -> Path:
-        return self.directory / f"{name}.orders"
+@pytest.fixture
+def cluster(shared: SharedCluster) -> SharedCluster:
+    """Four hold two stages twice, and one is spare."""
+    shared.gather(5)
+    return shared
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashCluster]:
-    with CrashCluster(tmp_path_factory.mktemp("crashes")) as cluster:
-        cluster.start_all(NAMES)
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(cluster: CrashCluster, text: Path) -> dict[int, float]:
-    """Loss per step of a run that nobody disturbs."""
-    with cluster.client() as client:
-        job = client.submit(job_of("calm", text))
-        losses = losses_of(job.events())
-        assert job.status().state is JobState.FINISHED, job.status().reason
-    return losses
+def wait_for_end(cluster: SharedCluster, name: str, is_over: threading.Event) -> bool:
+    """Until it has carried out its orders, which must be before the job is over; whether it is dead, not frozen."""
+    while (is_dead := cluster.has_ended(name)) is None:
+        if is_over.wait(_POLL_S):
+            raise AssertionError(f"{name} did not come there: {cluster.log_of('coordinator')[-2000:]}")
+    return is_dead
 
 
 def job_of(name: str, text: Path, *, replicas: int = 2) -> JobSpec:
@@ -181,7 +141,7 @@ def assert_exact(job: Job, undisturbed: dict[int, float]) -> None:
     assert losses_of(events) == pytest.approx(undisturbed, rel=1e-5)
 
 
-def doom(cluster: CrashCluster, client: Client, point: Point, *, freezes: bool) -> tuple[str, str | None]:
+def doom(cluster: SharedCluster, client: Client, point: Point, *, freezes: bool) -> tuple[str, str | None]:
     """Give the orders; who is to end, and who before."""
     placed = {stage: holders(client, stage) for stage in (None, FIRST, LAST)}
     stage = point.stage
@@ -196,36 +156,34 @@ def doom(cluster: CrashCluster, client: Client, point: Point, *, freezes: bool) 
     return victim, companion
 
 
-@pytest.mark.parametrize("point", TRIED, ids=[point.name for point in TRIED])
+@pytest.mark.parametrize("point", TRIED)
 def test_a_worker_that_dies_costs_no_step_wherever_it_was(
-    cluster: CrashCluster, text: Path, undisturbed: dict[int, float], point: Point
+    cluster: SharedCluster, text: Path, undisturbed: dict[int, float], point: Point
 ) -> None:
-    cluster.wait_for_workers(len(NAMES))
     with cluster.client() as client:
         job = client.submit(job_of(f"dies-{point.name}", text, replicas=point.replicas))
         wait_for_step(job, 1)
         with watched(job) as is_over:
             doomed = doom(cluster, client, point, freezes=False)
             for name in filter(None, reversed(doomed)):
-                assert cluster.wait_for_end(name, is_over)
+                assert wait_for_end(cluster, name, is_over)
                 cluster.restart(name)
         assert_exact(job, undisturbed)
 
 
-@pytest.mark.parametrize("point", TRIED_FROZEN, ids=[point.name for point in TRIED_FROZEN])
+@pytest.mark.parametrize("point", TRIED_FROZEN)
 def test_a_worker_that_stands_still_and_comes_back_costs_no_step(
-    cluster: CrashCluster, text: Path, undisturbed: dict[int, float], point: Point
+    cluster: SharedCluster, text: Path, undisturbed: dict[int, float], point: Point
 ) -> None:
-    cluster.wait_for_workers(len(NAMES))
     with cluster.client() as client:
         job = client.submit(job_of(f"freezes-{point.name}", text, replicas=point.replicas))
         wait_for_step(job, 1)
         with watched(job) as is_over:
             victim, companion = doom(cluster, client, point, freezes=True)
             if companion is not None:
-                assert cluster.wait_for_end(companion, is_over)
+                assert wait_for_end(cluster, companion, is_over)
                 cluster.restart(companion)
-            assert not cluster.wait_for_end(victim, is_over)
+            assert not wait_for_end(cluster, victim, is_over)
         wait_for_incident(job, names=victim)
-        cluster.workers[victim].send_signal(signal.SIGCONT)
+        cluster.thaw_worker(victim)
         assert_exact(job, undisturbed)

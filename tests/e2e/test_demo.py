@@ -1,28 +1,27 @@
 """`skein demo`, shortened: everything starts, trains, exports and ends; transformers agrees on what was trained."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from skein.config.load import parse_job
+from tests.e2e.shared import left_running, marked
 from worker.data.dataset import open_dataset
 
 
+@pytest.mark.long
 def test_the_demo_leaves_a_model_that_transformers_opens_and_nothing_running(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
-    before = set(psutil.Process().children(recursive=True))
     short = ("--set", "budget.steps=12", "--set", "optimizer.warmup_steps=3")
     ran = subprocess.run(
         [sys.executable, "-m", "client.cli", "demo", "--dir", str(folder), *short],
         capture_output=True,
         text=True,
-        env=os.environ | {"NO_COLOR": "1"},
+        env={**marked(folder), "NO_COLOR": "1"},
         timeout=600,
         check=False,
     )
@@ -30,7 +29,7 @@ def test_the_demo_leaves_a_model_that_transformers_opens_and_nothing_running(tmp
     assert ran.returncode == 0, said
     assert "Traceback" not in said
     assert "opened with transformers" in said
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert left_running(folder) == []
     assert {path.name for path in (folder / "export").iterdir()} >= {"README.md", "tokenizer.json"}
 
     job = parse_job((folder / "job.yaml").read_text(), origin="job.yaml")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.cluster import Cluster
 from client.api import Client
 from client.lab.control import Cut, Heal, ask
 from client.lab.network import namespaces
@@ -17,7 +18,7 @@ from client.local import NotStarted
 from skein.topology.fleet import Link
 from skein.types import JobState
 from skein.wire.views import StepFinished, WorkerState
-from tests.e2e.jobs import text_job, write_text
+from tests.e2e.jobs import text_job
 
 PATIENCE_S = 300.0
 POLL_S = 0.1
@@ -26,10 +27,10 @@ LATENCY_S = 0.020
 
 
 @contextmanager
-def two_sites(path: Path, mode: Mode) -> Iterator[RunningLab]:
+def two_sites(path: Path, text: Path, mode: Mode) -> Iterator[RunningLab]:
     folder = LabFolder(path / mode)
     try:
-        lab = start_lab(folder, LabOptions(preset="two-sites", mode=mode, data_roots=(path,)))
+        lab = start_lab(folder, LabOptions(preset="two-sites", mode=mode, data_roots=(text,)))
         wait_for_workers(lab, lambda _joined, _of: None)
         yield lab
     finally:
@@ -51,40 +52,33 @@ class Trained:
     links: tuple[Link, ...]
 
 
-def trained_over(lab: RunningLab, folder: Path) -> Trained:
+def trained_over(lab: RunningLab | Cluster, text: Path) -> Trained:
     with lab.client() as client:
-        job = client.submit(text_job("over-the-sea", write_text(folder), steps=4, replicas=1))
+        job = client.submit(text_job("over-the-sea", text, steps=4, replicas=1))
         status = job.wait()
         assert status.state is JobState.FINISHED, status.reason
         steps = (e.body.record for e in job.history() if isinstance(e.body, StepFinished))
         return Trained({record.step: record.loss for record in steps}, tuple(client.links()))
 
 
-@pytest.fixture(scope="module")
-def over_proxies(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("proxies")
-    with two_sites(folder, "proxy") as lab:
-        return trained_over(lab, folder / "text")
+@pytest.mark.long
+def test_a_job_trains_over_proxies_as_without(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    with two_sites(tmp_path, text, "proxy") as lab:
+        trained = trained_over(lab, text)
+    # The same ops in the same order on the same machine; only who waits how long differs.
+    assert trained.losses == pytest.approx(trained_over(cluster, text).losses, rel=1e-5)
+    assert {(x.sender, x.receiver) for x in trained.links} == {("north-1", "south-1"), ("south-1", "north-1")}
+    assert all(link.latency_s >= LATENCY_S for link in trained.links)
 
 
-def test_a_job_trains_over_proxies(over_proxies: Trained) -> None:
-    assert len(over_proxies.losses) == 4
-    assert over_proxies.losses[3] < over_proxies.losses[0]
-    assert {(x.sender, x.receiver) for x in over_proxies.links} == {
-        ("north-1", "south-1"),
-        ("south-1", "north-1"),
-    }
-    assert all(link.latency_s >= LATENCY_S for link in over_proxies.links)
-
-
-def test_a_job_trains_the_same_over_namespaces_and_a_site_that_is_cut_off_comes_back(
-    tmp_path: Path, over_proxies: Trained
+def test_a_job_trains_over_namespaces_and_a_site_that_is_cut_off_comes_back(
+    tmp_path: Path, text: Path
 ) -> None:
     mode: Mode = "proxy" if namespaces.why_not() else "namespaces"
-    with two_sites(tmp_path, mode) as lab:
-        trained = trained_over(lab, tmp_path / "text")
-        # The same ops in the same order on the same machine; only who waits how long differs.
-        assert trained.losses == pytest.approx(over_proxies.losses, rel=1e-5)
+    with two_sites(tmp_path, text, mode) as lab:
+        trained = trained_over(lab, text)
+        assert len(trained.losses) == 4
+        assert trained.losses[3] < trained.losses[0]
         assert all(link.latency_s >= LATENCY_S for link in trained.links)
         with lab.client() as client:
             assert ask(lab.folder.path, Cut(a="south", b="all")).num_links == 4

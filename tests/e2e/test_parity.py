@@ -1,12 +1,11 @@
 """Real daemons against one plain torch process: the same loss and gradient norm, step by step, however it is cut."""
 
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from bench.cluster import Cluster, running
+from bench.cluster import Cluster
 from bench.reference import ReferenceStep, run_reference
 from skein.config.job import (
     BatchSpec,
@@ -27,6 +26,7 @@ from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.table import ModelSpec
 from skein.types import JobState, Layout, Precision
 from skein.wire.views import StepFinished
+from tests.e2e.shared import SharedCluster
 from tests.support.extent import part
 from tests.support.skipping import run_skipping
 
@@ -35,19 +35,11 @@ NUM_STEPS = 20
 TOLERANCES = {Precision.FP32: 1e-5, Precision.FP64: 1e-9}
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("parity"), 8) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    source = Path(__file__).read_bytes()
-    for index in range(8):
-        (folder / f"{index}.txt").write_bytes(source[index * 97 :])
-    return folder
+@pytest.fixture
+def eight(shared: SharedCluster) -> SharedCluster:
+    """Workers for four stages twice in a line."""
+    shared.gather(8)
+    return shared
 
 
 def llama(*, is_tied: bool) -> LlamaModel:
@@ -106,22 +98,41 @@ CUTS = [
 ]
 
 
+def cut_job(text: Path, precision: Precision, parallel: ParallelSpec, *, is_tied: bool) -> JobSpec:
+    data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
+    name = f"{precision.value}-{parallel.stages}x{parallel.replicas}-{parallel.layout.value}"
+    return make_job(name, llama(is_tied=is_tied), data, parallel, precision)
+
+
+@pytest.mark.parametrize(
+    ("precision", "parallel", "is_tied"),
+    [
+        (Precision.FP64, ParallelSpec(stages=2, replicas=2, layout=Layout.LOOP), True),
+        (Precision.FP32, ParallelSpec(stages=4, replicas=1, layout=Layout.LINE), False),
+    ],
+    ids=["fp64-tied-loop", "fp32-untied-line"],
+)
+def test_a_cut_trains_like_one_torch_process(
+    cluster: Cluster, text: Path, precision: Precision, parallel: ParallelSpec, is_tied: bool
+) -> None:
+    job = cut_job(text, precision, parallel, is_tied=is_tied)
+    check(train(cluster, job), run_reference(job, NUM_STEPS), TOLERANCES[precision])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP64], ids=lambda p: p.value)
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 def test_any_cut_trains_like_one_torch_process(
-    cluster: Cluster, text: Path, precision: Precision, is_tied: bool
+    eight: Cluster, text: Path, precision: Precision, is_tied: bool
 ) -> None:
-    data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
-    model = llama(is_tied=is_tied)
     reference: list[ReferenceStep] = []
     # A wrong term shows in float64; float32 shows that nothing else is summed in it.
     every, start = (4, 3 - is_tied) if precision is Precision.FP64 else (12, 4 + 3 * is_tied)
     for stages, replicas, layout in part(CUTS, every=every, start=start):
-        name = f"{precision.value}-{stages}x{replicas}-{layout.value}"
         parallel = ParallelSpec(stages=stages, replicas=replicas, layout=layout)
-        job = make_job(name, model, data, parallel, precision)
+        job = cut_job(text, precision, parallel, is_tied=is_tied)
         reference = reference or run_reference(job, NUM_STEPS)
-        check(train(cluster, job), reference, TOLERANCES[precision])
+        check(train(eight, job), reference, TOLERANCES[precision])
 
 
 # What a plain rotation leaves out: 1 or 2 of the stages 1 and 2, and two of the stages 1, 2 and 3.
@@ -131,12 +142,13 @@ SKIPS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "ratio", "ways", "is_tied"),
     part([(*skip, is_tied) for skip in SKIPS.values() for is_tied in (True, False)], every=3),
 )
 def test_stages_that_are_left_out_train_like_one_torch_process_that_leaves_them_out(
-    cluster: Cluster,
+    eight: Cluster,
     text: Path,
     layout: Layout,
     ratio: float,
@@ -147,9 +159,9 @@ def test_stages_that_are_left_out_train_like_one_torch_process_that_leaves_them_
     parallel = ParallelSpec(stages=4, replicas=2, layout=layout)
     whole = make_job(f"skip-{layout.value}", llama(is_tied=is_tied), data, parallel, Precision.FP64)
     job = whole.model_copy(update={"skip": SkipSpec(ratio=ratio), "plan": PlanSpec(method="balanced")})
-    found = train(cluster, job)
+    found = train(eight, job)
     check(found, run_skipping(job, NUM_STEPS, ways), TOLERANCES[Precision.FP64])
-    assert found[0] != pytest.approx(train(cluster, whole)[0], rel=1e-3), "nothing was left out"
+    assert found[0] != pytest.approx(train(eight, whole)[0], rel=1e-3), "nothing was left out"
 
 
 def test_a_model_of_images_trains_like_one_torch_process(cluster: Cluster) -> None:

@@ -79,13 +79,13 @@ async def until_compiled(planner: RayPlanner) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("num_killed", [1, 2])
+@pytest.mark.parametrize("num_killed", [1, pytest.param(2, marks=pytest.mark.long)])
 async def test_killed_searches_cost_only_what_they_had_yet_to_find(num_killed: int) -> None:
     planner = Watched()
     planner.warm_up()
     await until_compiled(planner)
     planner.portfolio = Portfolio(seeds=())
-    question = asked(budget_s=6.0)
+    question = asked(budget_s=4.0)
     asking = asyncio.create_task(planner(question))
     until_s = time.monotonic() + LIMIT_S
     while planner.portfolio.best is None or len(searching()) < 2:

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import START_S, Cluster, running
+from bench.cluster import START_S, Cluster
 from client.cli import run
 from coordinator.records.store import LogHeld, RunLog
 from skein.config.job import DataSpec, JobSpec, ParallelSpec, PlanSpec, SkipSpec, TextSource
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.plan import Plan
 from skein.protocol.log.records import PlanAdopted
-from skein.types import JobState, Layout, Precision
+from skein.types import JobId, JobState, Layout, Precision
 from skein.wire.views import StepFinished
-from tests.e2e.jobs import write_text
+from tests.e2e.shared import SharedCluster
 from tests.e2e.test_parity import NUM_STEPS, TOLERANCES, check, make_job
 from tests.support.skipping import run_skipping
 
@@ -48,42 +48,46 @@ def searched_job(text: Path) -> JobSpec:
 
 def wait_for_the_compiler(cluster: Cluster) -> None:
     until_s = time.monotonic() + START_S
-    while "the search for plans is compiled" not in cluster.log_of("coordinator"):
+    # Of the coordinator that serves now: others have written there before.
+    while (
+        "the search for plans is compiled" not in cluster.log_of("coordinator").rpartition(" serving on ")[2]
+    ):
         assert time.monotonic() < until_s, cluster.log_of("coordinator")
         time.sleep(POLL_S)
 
 
-def plans_in(directory: Path) -> list[Plan]:
-    """What was adopted, by the run log of a coordinator that was killed."""
+def plans_of(job: JobId, directory: Path) -> list[Plan]:
+    """What a job has adopted, by the run log of a coordinator that was killed."""
     until_s = time.monotonic() + START_S
     while True:
         try:
             with RunLog.open(directory, wall_s=0.0) as log:
-                return [record.plan for record in log.read() if isinstance(record, PlanAdopted)]
+                records = [x for x in log.read() if isinstance(x, PlanAdopted)]
+            return [record.plan for record in records if record.job == job]
         except LogHeld:
             assert time.monotonic() < until_s
             time.sleep(POLL_S)
 
 
 def test_searched_paths_that_skip_and_swap_train_like_one_torch_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shared: SharedCluster, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = searched_job(write_text(tmp_path / "text"))
-    with running(tmp_path / "cluster", 3) as cluster:
-        wait_for_the_compiler(cluster)
-        with cluster.client() as client:
-            submitted = client.submit(job)
-            steps = [e.body.record for e in submitted.events() if isinstance(e.body, StepFinished)]
-            told = submitted.status()
-        assert told.state is JobState.FINISHED, told.reason
-        assert told.measured_step_s is not None
-        assert told.chunk_times
-        assert told.transfer_times
-        assert [x for x in told.chunk_times if x.measured is None] == []
-        assert [x for x in told.transfer_times if x.measured is None] == []
-        assert run(["status", submitted.id, "--coordinator", cluster.target]) == 0
-        cluster.kill_coordinator()
-        [plan] = plans_in(tmp_path / "cluster" / "state")
+    job = searched_job(text)
+    shared.gather(3)
+    wait_for_the_compiler(shared)
+    with shared.client() as client:
+        submitted = client.submit(job)
+        steps = [e.body.record for e in submitted.events() if isinstance(e.body, StepFinished)]
+        told = submitted.status()
+    assert told.state is JobState.FINISHED, told.reason
+    assert told.measured_step_s is not None
+    assert told.chunk_times
+    assert told.transfer_times
+    assert [x for x in told.chunk_times if x.measured is None] == []
+    assert [x for x in told.transfer_times if x.measured is None] == []
+    assert run(["status", submitted.id, "--coordinator", shared.target]) == 0
+    shared.kill_coordinator()
+    [plan] = plans_of(JobId(submitted.id), shared.state)
     shown_rows = capsys.readouterr().out
     assert all(f"stage {x.chunk.stage} on {x.chunk.worker}" in shown_rows for x in plan.chunk_times)
     assert "before the search" in str(plan.reason)

@@ -19,12 +19,10 @@ from client.local import free_port
 from skein.types import JobState
 from skein.wire.process.tether import start_tethered
 from skein.wire.views import StepFinished, WentBack, WorkerState
-from tests.e2e.jobs import text_job, write_text
-from tests.e2e.test_recovery import losses_of, wait_for_step
+from tests.e2e.jobs import NUM_STEPS, losses_of, text_job, wait_for_step
 
 START_S = 300.0
 """Two coordinators start their own Ray, on a busy machine."""
-NUM_STEPS = 40
 _POLL_S = 0.05
 
 
@@ -64,7 +62,7 @@ class Pair:
         self.standby.until_said("stands by on")
         self.target = f"127.0.0.1:{self.leader.port},127.0.0.1:{self.standby.port}"
         for index in range(4):
-            self._start("worker", ["--join", self.target, "--name", f"w{index}", *ROOTS], f"w{index}")
+            self._start("worker", ["--join", self.target, "--name", f"pair-{index}", *ROOTS], f"w{index}")
 
     def client(self) -> Client:
         return Client(self.target, patience_s=START_S)
@@ -120,10 +118,11 @@ def epochs_in(state: Path) -> list[int]:
         return [epoch for (epoch,) in connection.execute("SELECT epoch FROM entries ORDER BY number")]
 
 
-def test_a_frozen_leader_is_replaced_and_ends_itself_when_it_wakes(tmp_path: Path) -> None:
-    text = write_text(tmp_path / "text")
+@pytest.mark.long
+def test_a_frozen_leader_is_replaced_and_ends_itself_when_it_wakes(
+    tmp_path: Path, text: Path, undisturbed: dict[int, float]
+) -> None:
     with pair(tmp_path) as both, both.client() as client:
-        undisturbed = finished(client.submit(text_job("calm", text, steps=NUM_STEPS)))
         job = client.submit(text_job("frozen", text, steps=NUM_STEPS))
         wait_for_step(job, 8)
         frozen = both.leader.actor()
@@ -142,8 +141,8 @@ def test_a_frozen_leader_is_replaced_and_ends_itself_when_it_wakes(tmp_path: Pat
     assert set(epochs) == {1, 2}
 
 
-def test_a_standby_replaces_a_leader_whose_machine_is_gone(tmp_path: Path) -> None:
-    text = write_text(tmp_path / "text")
+@pytest.mark.long
+def test_a_standby_replaces_a_leader_whose_machine_is_gone(tmp_path: Path, text: Path) -> None:
     with pair(tmp_path) as both, both.client() as client:
         job = client.submit(text_job("killed", text, steps=NUM_STEPS))
         wait_for_step(job, 8)
