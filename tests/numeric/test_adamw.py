@@ -35,7 +35,7 @@ def test_every_bit_is_what_ieee_arithmetic_gives() -> None:
         g = generator.standard_normal(p.shape).astype(np.float32)
         p, m, v = numpy_update(p, g, m, v, step)
         grads = {"w": torch.from_numpy(g)}
-        rule.update(walker, grads, learning_rate=1e-3, gradient_scale=0.5, decayed={"w"})
+        rule.update(walker, grads, learning_rate=1e-3, gradient_scale=0.5)
     assert np.array_equal(walker.params["w"].numpy(), p)
     assert np.array_equal(walker.state["exp_avg"]["w"].numpy(), m)
     assert np.array_equal(walker.state["exp_avg_sq"]["w"].numpy(), v)
@@ -45,7 +45,7 @@ def test_parameters_that_autograd_watches_are_updated_too() -> None:
     rule = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     watched = torch.nn.Parameter(torch.ones(3))
     walker = Walker(params={"w": watched}, state=rule.init({"w": watched}))
-    rule.update(walker, {"w": torch.ones(3)}, learning_rate=0.5, gradient_scale=1.0, decayed=set())
+    rule.update(walker, {"w": torch.ones(3)}, learning_rate=0.5, gradient_scale=1.0)
     # The first update moves by the learning rate, up to eps and the rounding of float32.
     assert watched.tolist() == pytest.approx([0.5] * 3, rel=1e-6)
     assert watched.requires_grad
@@ -62,4 +62,4 @@ def test_parameters_of_two_dtypes_are_refused() -> None:
     rule = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     walker = Walker(params=params, state=rule.init(params))
     with pytest.raises(ValueError, match="one dtype"):
-        rule.update(walker, params, learning_rate=1.0, gradient_scale=1.0, decayed=set())
+        rule.update(walker, params, learning_rate=1.0, gradient_scale=1.0)

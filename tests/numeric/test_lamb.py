@@ -24,7 +24,7 @@ def moved(
         bias_correction=False,
     )
     walker = Walker(params={name: x.clone() for name, x in params.items()}, state=rule.init(params))
-    rule.update(walker, grads, learning_rate=1.0, gradient_scale=1.0, decayed=params.keys())
+    rule.update(walker, grads, learning_rate=1.0, gradient_scale=1.0)
     return {name: param - walker.params[name] for name, param in params.items()}
 
 

@@ -34,13 +34,7 @@ class Row:
         return Walker(params=params, state=optimizer_of(self.spec).init(params))
 
     def update(self, walker: Walker, grads: Mapping[str, Tensor], scale: float) -> None:
-        optimizer_of(self.spec).update(
-            walker,
-            grads,
-            learning_rate=RATE,
-            gradient_scale=scale,
-            decayed=decayed_names(walker.params),
-        )
+        optimizer_of(self.spec).update(walker, grads, learning_rate=RATE, gradient_scale=scale)
 
 
 def by_torch(spec: OptimizerSpec, params: Tensors, grads: Sequence[Tensors]) -> Tensors:

@@ -99,7 +99,7 @@ def run_ours(contest: Contest) -> Arrays:
     seen = []
     for step in range(contest.num_steps):
         terms = Terms(step=step, learning_rate=RATE, gradient_scale=1.0)
-        due = rule.plan(step)
+        due = rule.spec.due(step)
         if not due:
             for walker in walkers:
                 rule.local_step(walker, _gradients(walker, noise[step].mean(axis=0)), terms, talks=False)

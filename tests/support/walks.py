@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from skein.config.rule import Due
+from skein.numeric.aggregate.diloco import DiLoCoRule
 from skein.numeric.aggregate.rule import Rule, Terms
 from skein.numeric.walker import Walker
 from tests.support.exchanges import InFlight, Weights, put, take, talks_by_shard
@@ -56,7 +57,7 @@ def terms_at(step: int) -> Terms:
 class Walk:
     """Walkers under a rule, each on its own problem; exchanges are applied as many steps later as they say."""
 
-    rule: Rule
+    rule: DiLoCoRule
     walkers: list[Walker]
     problems: Sequence[Problem]
     num_shards: int = 3
@@ -71,7 +72,7 @@ class Walk:
             terms = terms_at(step)
             for walker, own in zip(self.walkers, self.problems, strict=True):
                 self.rule.local_step(walker, own.grads(walker.params), terms, talks=False)
-            for due in self.rule.plan(step):
+            for due in self.rule.spec.due(step):
                 taken.append(self.take(due))
                 waiting.setdefault(step + due.overlap_steps, []).append(taken[-1])
             for exchange in waiting.pop(step, []):
@@ -87,7 +88,9 @@ class Walk:
         return take(self.rule, self.walkers, talks)
 
 
-def walk_of(rule: Rule, num_walkers: int, *, num_shards: int = 3, dtype: torch.dtype = torch.float32) -> Walk:
+def walk_of(
+    rule: DiLoCoRule, num_walkers: int, *, num_shards: int = 3, dtype: torch.dtype = torch.float32
+) -> Walk:
     """Walkers at one point, before problems that differ."""
     return Walk(
         rule=rule,

@@ -11,7 +11,6 @@ from bench.reference import batch_of, run_reference, whole_model
 from skein.config.job import JobSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.numeric.aggregate.rules import rule_of
-from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import Walker
 from skein.protocol.log.records import StageFiles
@@ -68,13 +67,7 @@ def in_one_process(job: JobSpec, num_steps: int) -> tuple[list[float], Mapping[s
         torch.autograd.backward(loss / num_tokens)
         torch.nn.utils.clip_grad_norm_(model.parameters(), job.optimizer.clip_norm or float("inf"))
         grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-        optimizer.update(
-            walker,
-            grads,
-            learning_rate=job.optimizer.learning_rate,
-            gradient_scale=1.0,
-            decayed=decayed_names(params),
-        )
+        optimizer.update(walker, grads, learning_rate=job.optimizer.learning_rate, gradient_scale=1.0)
         losses.append(loss.item() / num_tokens)
     return losses, params
 

@@ -1,7 +1,6 @@
 """State by name, whatever an optimizer keeps: scalars, vectors of no parameter's shape, what is not copied or saved."""
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +51,6 @@ class Odd:
         *,
         learning_rate: float,
         gradient_scale: float,
-        decayed: AbstractSet[str],
     ) -> None:
         for slot in (FLAT, SCALES, ERROR):
             for tensor in walker.state[slot].values():
@@ -69,7 +67,7 @@ def odd_walker() -> Walker:
     """After three updates."""
     walker = Walker(params=dict(PARAMS), state=ODD.init(PARAMS))
     for _ in range(3):
-        ODD.update(walker, {}, learning_rate=1.0, gradient_scale=1.0, decayed=set())
+        ODD.update(walker, {}, learning_rate=1.0, gradient_scale=1.0)
     return walker
 
 
@@ -113,7 +111,7 @@ def test_what_is_saved_and_what_is_copied_is_as_the_slots_say() -> None:
 def test_a_chunk_takes_over_a_copy_and_begins_anew_what_the_copy_lacks(text: Path) -> None:
     donor, newcomer = odd_chunk(text), odd_chunk(text)
     for chunk in (donor, newcomer, newcomer):
-        ODD.update(chunk.walker, {}, learning_rate=1.0, gradient_scale=1.0, decayed=set())
+        ODD.update(chunk.walker, {}, learning_rate=1.0, gradient_scale=1.0)
     newcomer.load_state(donor.copy_state(), version=Step(1))
     assert newcomer.walker.num_updates == 1
     assert {x.item() for x in newcomer.walker.state[SCALES].values()} == {2.0}
@@ -123,7 +121,7 @@ def test_a_chunk_takes_over_a_copy_and_begins_anew_what_the_copy_lacks(text: Pat
 
 def test_a_chunk_takes_over_all_that_a_checkpoint_has(text: Path) -> None:
     before, after = odd_chunk(text), odd_chunk(text)
-    ODD.update(before.walker, {}, learning_rate=1.0, gradient_scale=1.0, decayed=set())
+    ODD.update(before.walker, {}, learning_rate=1.0, gradient_scale=1.0)
     params, state = before.copy_for_checkpoint()
     assert params.keys() == before.params.keys()
     assert state.keys() == {*by_name(before.walker.state, [FLAT, SCALES]), STEP}
@@ -135,7 +133,7 @@ def test_a_chunk_takes_over_all_that_a_checkpoint_has(text: Path) -> None:
 @pytest.mark.parametrize("spoilt", ["flat.all", STEP])
 def test_a_state_that_lacks_what_every_copy_has_changes_nothing(text: Path, spoilt: str) -> None:
     donor, newcomer = odd_chunk(text), odd_chunk(text)
-    ODD.update(donor.walker, {}, learning_rate=1.0, gradient_scale=1.0, decayed=set())
+    ODD.update(donor.walker, {}, learning_rate=1.0, gradient_scale=1.0)
     state = donor.copy_state()
     del state[spoilt]
     with pytest.raises(LocalError, match=f"{spoilt} should be"):

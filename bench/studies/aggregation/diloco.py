@@ -26,7 +26,6 @@ from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.layers import layers_of
 from skein.numeric.aggregate.diloco import GLOBAL, DiLoCoRule
 from skein.numeric.aggregate.rule import Terms
-from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import Tensors, Walker
 from skein.types import Precision, StageIndex, StageSpec
@@ -171,11 +170,7 @@ def _all_reduced(model: LanguageModel, num_steps: int) -> Iterator[tuple[Tensors
         grads = {name: torch.stack([part[name] for part, _ in parts]).sum(0) for name in params}
         terms = _terms(grads, sum(count for _, count in parts), step, num_steps)
         optimizer.update(
-            walker,
-            grads,
-            learning_rate=terms.learning_rate,
-            gradient_scale=terms.gradient_scale,
-            decayed=decayed_names(params),
+            walker, grads, learning_rate=terms.learning_rate, gradient_scale=terms.gradient_scale
         )
         yield walker.params, num_bytes
 
@@ -190,7 +185,7 @@ def _walked(model: LanguageModel, spec: DiLoCo, num_steps: int) -> Iterator[tupl
             _local_step(rule, model, walker, step, part, num_steps) for part, walker in enumerate(walkers)
         ]
         taken = []
-        for due in rule.plan(step):
+        for due in rule.spec.due(step):
             talks = talks_by_shard(due, num_members=NUM_WALKERS, num_shards=NUM_WALKERS)
             taken.append((step + due.overlap_steps, take(rule, walkers, talks)))
         waiting += taken

@@ -82,7 +82,7 @@ class LeaderSteps:
         leader = elect(self._scores)
         if leader is None:
             raise ValueError(f"nobody has a finite loss: {self._scores}")
-        (due,) = self._rule.plan(terms.step)
+        (due,) = self._rule.spec.due(terms.step)
         talks = talks_by_shard(due, num_members=len(self._walkers), num_shards=1)
         found = take(self._rule, self._walkers, [led_by(talk, leader) for talk in talks])
         put(self._rule, self._walkers, found, [terms] * len(self._walkers))

@@ -77,7 +77,7 @@ def trained(score: Score, *, seed: int, num_steps: int) -> float:
     own: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in walkers]
     for step in range(num_steps):
         terms = Terms(step=step, learning_rate=_LEARNING_RATE, gradient_scale=1.0)
-        dues = () if score is Score.NOTHING else rule.plan(step)
+        dues = () if score is Score.NOTHING else rule.spec.due(step)
         scores = _scores(score, walkers, own, data, seed=seed, step=step) if dues else []
         for place, walker in enumerate(walkers):
             drawn = batch(data.shards[place], size=_BATCH, seed=seed, walker=place, step=step)

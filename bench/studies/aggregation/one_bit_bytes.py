@@ -83,6 +83,6 @@ def _params(num_layers: int) -> Tensors:
 def _sent(rule: OneBit, params: Tensors) -> float:
     """Bytes that a peer sends in the first exchange."""
     walkers = [Walker(params=params, state=rule.init(params)).copy() for _ in range(_NUM_PEERS)]
-    (due,) = rule.plan(2)
+    (due,) = rule.spec.due(2)
     terms = Terms(step=2, learning_rate=1e-3, gradient_scale=1.0)
     return exchanged(rule, walkers, [params] * _NUM_PEERS, terms, due)

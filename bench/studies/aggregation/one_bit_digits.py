@@ -82,7 +82,7 @@ def train(method: str, *, num_peers: int, seed: int, num_steps: int) -> Trained:
     for step in range(num_steps):
         grads = [_gradient(walker, data, seed, peer, step) for peer, walker in enumerate(walkers)]
         terms = Terms(step=step, learning_rate=_RATE, gradient_scale=1.0)
-        due = rule.plan(step)
+        due = rule.spec.due(step)
         if due:
             num_bytes += exchanged(rule, walkers, grads, terms, due[0])
         else:

@@ -18,15 +18,13 @@ from torch import Tensor
 
 from skein.config.aggregation import AllReduce
 from skein.config.robust import NoRobust
-from skein.config.rule import Due
 from skein.numeric.aggregate.conserved import late
-from skein.numeric.aggregate.robust import combiner_of, needs_whole, part_of
+from skein.numeric.aggregate.robust import combiner_of, part_of
 from skein.numeric.aggregate.rule import Offer, Rule, Talk, Terms
 from skein.numeric.compress.compressor import Form
 from skein.numeric.compress.compressors import compressor_of
 from skein.numeric.compress.feedback import FeedbackOwner, encode_with, no_residual
 from skein.numeric.gradients import flatten, shard_bounds, unflatten
-from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizer import Optimizer
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
 
@@ -65,10 +63,6 @@ class AllReduceRule(Rule):
             state[_GRADIENT] = {}
         return state
 
-    def plan(self, step: int) -> tuple[Due, ...]:
-        """Every step, where what travels is not a plain sum."""
-        return self.spec.due(step)
-
     @torch.no_grad()
     def local_step(self, walker: Walker, grads: Mapping[str, Tensor], terms: Terms, *, talks: bool) -> None:
         """The update, of gradients that are reduced already; or, before an exchange, this member's own gradient."""
@@ -80,7 +74,7 @@ class AllReduceRule(Rule):
     @torch.no_grad()
     def contribution(self, walker: Walker, talk: Talk) -> dict[int, Tensors]:
         """The gradient by shard, in the wire's type; of a shard without weight, what it has to say is kept."""
-        if needs_whole(self.spec.robust) and talk.num_shards > 1:
+        if self.spec.robust.compares_vectors and talk.num_shards > 1:
             raise ValueError(
                 f"{self.spec.robust.kind} compares whole gradients: 1 shard, not {talk.num_shards}"
             )
@@ -176,11 +170,7 @@ class AllReduceRule(Rule):
 
     def _update(self, walker: Walker, grads: Mapping[str, Tensor], terms: Terms) -> None:
         self.optimizer.update(
-            walker,
-            grads,
-            learning_rate=terms.learning_rate,
-            gradient_scale=terms.gradient_scale,
-            decayed=decayed_names(walker.params),
+            walker, grads, learning_rate=terms.learning_rate, gradient_scale=terms.gradient_scale
         )
 
     @property

@@ -40,12 +40,11 @@ from skein.numeric.aggregate.fragments import (
     span_view,
     views_of,
 )
-from skein.numeric.aggregate.robust import Part, combiner_of, needs_whole, part_of
+from skein.numeric.aggregate.robust import Part, combiner_of, part_of
 from skein.numeric.aggregate.rule import Offer, Rule, Talk, Terms
 from skein.numeric.compress.compressor import Compressor, Form
 from skein.numeric.compress.compressors import compressor_of
 from skein.numeric.gradients import vector_norm
-from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizer import Optimizer
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
 
@@ -99,18 +98,10 @@ class DiLoCoRule(Rule):
             state |= {RESIDUAL: _zeros(params), SHARD_RESIDUAL: {}, NEXT: {}, NEXT_SHARD: {}}
         return state | self.optimizer.init(params)
 
-    def plan(self, step: int) -> tuple[Due, ...]:
-        """Exchange that ends `step`: that of one fragment, or none."""
-        return self.spec.due(step)
-
     def local_step(self, walker: Walker, grads: Mapping[str, Tensor], terms: Terms, *, talks: bool) -> None:
         """Make one update of the inner optimizer, in place."""
         self.optimizer.update(
-            walker,
-            grads,
-            learning_rate=terms.learning_rate,
-            gradient_scale=terms.gradient_scale,
-            decayed=decayed_names(walker.params),
+            walker, grads, learning_rate=terms.learning_rate, gradient_scale=terms.gradient_scale
         )
 
     @torch.no_grad()
@@ -119,7 +110,7 @@ class DiLoCoRule(Rule):
 
         Each shard states the norm of the whole, for combiners that go by it. The residual waits for `apply`.
         """
-        if needs_whole(self.spec.robust) and talk.num_shards > 1:
+        if self.spec.robust.compares_vectors and talk.num_shards > 1:
             raise ValueError(
                 f"{self.spec.robust.kind} compares whole fragments: 1 shard, not {talk.num_shards}"
             )

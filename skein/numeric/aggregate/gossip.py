@@ -98,10 +98,6 @@ class GossipRule(Rule):
             state |= zeros_like(params, {MOMENTUM: self.slots[MOMENTUM]})
         return state
 
-    def plan(self, step: int) -> tuple[Due, ...]:
-        """Every `every_steps` steps."""
-        return self.spec.due(step)
-
     @torch.no_grad()
     def local_step(self, walker: Walker, grads: Mapping[str, Tensor], terms: Terms, *, talks: bool) -> None:
         """Before an exchange: what is to be sent, the parameters left alone. Else a whole step, with W = I."""

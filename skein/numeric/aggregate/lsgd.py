@@ -25,7 +25,6 @@ from skein.numeric.aggregate.conserved import unequal
 from skein.numeric.aggregate.rule import Offer, Rule, Talk, Terms
 from skein.numeric.compress.compressor import Form, form_of
 from skein.numeric.gradients import flatten, is_finite, shard_bounds, unflatten, vector_norm
-from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizer import Optimizer
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
 
@@ -52,20 +51,12 @@ class LsgdRule(Rule):
         """The optimizer's state."""
         return self.optimizer.init(params)
 
-    def plan(self, step: int) -> tuple[Due, ...]:
-        """Within the groups, then among all, as the job file says."""
-        return self.spec.due(step)
-
     def local_step(self, walker: Walker, grads: Mapping[str, Tensor], terms: Terms, *, talks: bool) -> None:
         """The optimizer's update; before an exchange a copy of the parameters is kept, for anyone may lead."""
         walker.state.pop(START, None)
         start = {"all": flatten(walker.params).detach()} if talks else None
         self.optimizer.update(
-            walker,
-            grads,
-            learning_rate=terms.learning_rate,
-            gradient_scale=terms.gradient_scale,
-            decayed=decayed_names(walker.params),
+            walker, grads, learning_rate=terms.learning_rate, gradient_scale=terms.gradient_scale
         )
         if start is not None:
             walker.state[START] = start
@@ -104,7 +95,7 @@ class LsgdRule(Rule):
         if talk.me != _leader_of(talk) and is_finite(joined):
             pull = self.spec.local_pull if talk.due.reach is Reach.GROUP else self.spec.global_pull
             _pull(walker.params, unflatten(joined, walker.params), pull)
-        if talk.due == self.plan(terms.step)[-1]:
+        if talk.due == self.spec.due(terms.step)[-1]:
             walker.state.pop(START, None)
 
     def on_membership(self, walker: Walker, *, before: int, after: int, me: int | None) -> None:

@@ -4,10 +4,10 @@ Rules of this file
 - Gates come first and are always on: what is not finite, or far longer than is usual, does not count.
 - A result has the scale of the weighted sum: all weights together, times the rule's mean. What a refused member
   would have weighed goes to the others in proportion (mean), or to oneself (a row of neighbours).
-- With fewer parts than a rule wants, for members come and go, it guards against as many bad ones as so few allow, and
-  says how many are lacking. Whether a job has enough members to begin with is checked when it is submitted.
+- With fewer parts than a rule wants, for members come and go, it guards against as many bad ones as so few allow.
+  Whether a job has enough members to begin with is checked when it is submitted.
 - A part may be one shard of what its member sent, and carries the norm of the whole. Rules that need more than that
-  want whole contributions: `needs_whole`.
+  want whole contributions: `compares_vectors` of their spec.
 - Sums run over the parts in their order, in their dtype, a product and an addition at a time; norms are float64.
 """
 
@@ -54,11 +54,10 @@ class RefusedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combined:
-    """A rule's result, whose part has no share in it, and how many parts the rule would have wanted besides."""
+    """Combined vector, and whose part has no share in it."""
 
     values: Tensor
     refused: tuple[RefusedPart, ...] = ()
-    num_lacking: int = 0
 
 
 Combiner = Callable[[Sequence[Part]], Combined]
@@ -132,23 +131,6 @@ def row_without(
 # --- choice of a rule ---
 
 
-def needs_whole(spec: RobustSpec) -> bool:
-    """Whether the rule compares whole contributions, so that these must not be cut into shards (`num_shards` = 1)."""
-    return isinstance(spec, Krum | CentredClip)
-
-
-def num_needed(spec: RobustSpec) -> int:
-    """The fewest members with which a rule bears as many bad ones as it says."""
-    match spec:
-        case NoRobust() | NormClip() | CentredClip():
-            return 1
-        case TrimmedMean():
-            return 2 * spec.trimmed + 1
-        case Krum():
-            return max(2 * spec.bad + 3, spec.bad + spec.chosen + 2)
-    assert_never(spec)
-
-
 def combiner_of(spec: RobustSpec, *, centre: Tensor | None = None) -> Combiner:
     """The rule as a function of the parts in order of the members, behind the gates.
 
@@ -170,11 +152,7 @@ def _combined(spec: RobustSpec, centre: Tensor | None, parts: Sequence[Part]) ->
     if left <= 0:
         return Combined(values=torch.zeros_like(parts[0].values), refused=refused)
     values = _by_rule(spec, admitted, centre, num_refused=len(refused))
-    return Combined(
-        values=values.mul_(total / left) if refused else values,
-        refused=refused,
-        num_lacking=max(0, num_needed(spec) - len(parts)),
-    )
+    return Combined(values=values.mul_(total / left) if refused else values, refused=refused)
 
 
 def _by_rule(spec: RobustSpec, parts: Sequence[Part], centre: Tensor | None, *, num_refused: int) -> Tensor:

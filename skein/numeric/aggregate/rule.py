@@ -91,10 +91,6 @@ class Rule(Protocol):
         """The state of a new walker."""
         ...
 
-    def plan(self, step: int) -> tuple[Due, ...]:
-        """Exchanges that end `step`, in the order of their `apply`: the job file's `due`."""
-        ...
-
     def local_step(self, walker: Walker, grads: Mapping[str, Tensor], terms: Terms, *, talks: bool) -> None:
         """The step before any exchange, in place; `talks`: one follows, and the rule may leave things for it.
 

@@ -1,7 +1,6 @@
 """AdamW. The rules of `elementwise` hold here."""
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from skein.numeric.optim.elementwise import (
     root,
     scratch_rows,
 )
+from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizer import Optimizer
 from skein.numeric.walker import Slot, StateClass, Walker
 
@@ -45,7 +45,6 @@ class AdamW(WithMoments):
         *,
         learning_rate: float,
         gradient_scale: float,
-        decayed: AbstractSet[str],
     ) -> None:
         """Make one update with g = gradient_scale * grad and t = walker.num_updates + 1, in the dtype of the parameter:
 
@@ -60,7 +59,7 @@ class AdamW(WithMoments):
         >>> rule = AdamW(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
         >>> params = {"w": torch.tensor([1.0])}
         >>> walker = Walker(params=params, state=rule.init(params))
-        >>> rule.update(walker, {"w": torch.tensor([2.0])}, learning_rate=0.5, gradient_scale=1.0, decayed=frozenset())
+        >>> rule.update(walker, {"w": torch.tensor([2.0])}, learning_rate=0.5, gradient_scale=1.0)
         >>> walker.num_updates, walker.params["w"].tolist()
         (1, [0.5])
         """
@@ -70,6 +69,7 @@ class AdamW(WithMoments):
         step_size = learning_rate / (1.0 - self.betas[0] ** count)
         inverse_root = (1.0 - self.betas[1] ** count) ** -0.5
         rows = scratch_rows(walker.params, num_rows=2)
+        decayed = decayed_names(walker.params)
         for name in sorted(walker.params):
             param = walker.params[name]
             if name in decayed:

@@ -1,7 +1,6 @@
 """LAMB. The rules of `elementwise` hold here."""
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from skein.numeric.optim.elementwise import (
     row_sums_of_squares,
     scratch_rows,
 )
+from skein.numeric.optim.groups import decayed_names
 from skein.numeric.walker import Walker
 
 
@@ -36,7 +36,6 @@ class Lamb(WithMoments):
         *,
         learning_rate: float,
         gradient_scale: float,
-        decayed: AbstractSet[str],
     ) -> None:
         """Make one update with g = gradient_scale * grad, in the dtype of the parameter, norms in float64:
 
@@ -55,7 +54,7 @@ class Lamb(WithMoments):
         ...             bias_correction=False)
         >>> params = {"w": torch.tensor([3.0, 4.0])}
         >>> walker = Walker(params=params, state=rule.init(params))
-        >>> rule.update(walker, {"w": torch.ones(2)}, learning_rate=0.5, gradient_scale=1.0, decayed=frozenset())
+        >>> rule.update(walker, {"w": torch.ones(2)}, learning_rate=0.5, gradient_scale=1.0)
         >>> [round(x, 3) for x in walker.params["w"].tolist()]  # 3 and 4, less 0.5 * 5 / sqrt(2)
         [1.232, 2.232]
         """
@@ -68,6 +67,7 @@ class Lamb(WithMoments):
             rows=scratch_rows(walker.params, num_rows=2),
             squares=scratch_rows(walker.params, num_rows=1, dtype=torch.float64)[0],
         )
+        decayed = decayed_names(walker.params)
         for name in sorted(walker.params):
             decay = self.weight_decay if name in decayed else 0.0
             moments = walker.state[MEAN][name], walker.state[MEAN_OF_SQUARES][name]

@@ -1,7 +1,6 @@
 """Protocol of every inner optimizer: slots, an initial state, and an update in place."""
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 from torch import Tensor
@@ -29,7 +28,6 @@ class Optimizer(Protocol):
         *,
         learning_rate: float,
         gradient_scale: float,
-        decayed: AbstractSet[str],
     ) -> None:
         """Moves `walker` by one update with the gradients gradient_scale * grads, in place; all or nothing.
 

@@ -1,13 +1,13 @@
 """Gradient descent with momentum. The rules of `elementwise` hold here."""
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from skein.numeric.optim.elementwise import check_update, pieces, scratch_rows
+from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizer import Optimizer
 from skein.numeric.walker import Slot, StateClass, Walker
 
@@ -34,7 +34,6 @@ class Sgd(Optimizer):
         *,
         learning_rate: float,
         gradient_scale: float,
-        decayed: AbstractSet[str],
     ) -> None:
         """Make one update, in the dtype of the parameter:
 
@@ -49,12 +48,13 @@ class Sgd(Optimizer):
         >>> params = {"w": torch.tensor([1.0])}
         >>> walker = Walker(params=params, state=rule.init(params))
         >>> for _ in range(2):
-        ...     rule.update(walker, {"w": torch.tensor([1.0])}, learning_rate=0.25, gradient_scale=1.0, decayed=set())
+        ...     rule.update(walker, {"w": torch.tensor([1.0])}, learning_rate=0.25, gradient_scale=1.0)
         >>> walker.params["w"].tolist(), walker.state["momentum"]["w"].tolist()
         ([0.375], [1.5])
         """
         check_update(walker, grads, self.slots)
         rows = scratch_rows(walker.params, num_rows=2)
+        decayed = decayed_names(walker.params)
         for name in sorted(walker.params):
             decay = self.weight_decay if name in decayed else 0.0
             kept = [walker.state[slot][name] for slot in self.slots]

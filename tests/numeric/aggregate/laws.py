@@ -47,7 +47,7 @@ class Row:
     """
 
     name: str
-    rule: Rule
+    rule: AllReduceRule | OneBitAdamRule | OneBitLambRule | LsgdRule | GossipRule | DiLoCoRule
     walkers: Walkers
     talking: Talking = "shards"
     num_steps: int = 9
@@ -100,7 +100,7 @@ class Flock:
     def attempt(self, all_grads: Sequence[Tensors] = ()) -> tuple[list[Walker], list[Exchanged]]:
         """The members after the next step, and its exchanges; the flock's own stay as they are."""
         rule, terms = self.row.rule, terms_at(self.step)
-        after, dues = [walker.copy() for walker in self.members], rule.plan(self.step)
+        after, dues = [walker.copy() for walker in self.members], rule.spec.due(self.step)
         for walker, grads in zip(after, all_grads or self.grads(), strict=True):
             rule.local_step(walker, grads, terms, talks=any(due.overlap_steps == 0 for due in dues))
         found = []
@@ -123,7 +123,7 @@ class Flock:
             _problem(seed).grads(walker.params)
             for seed, walker in zip(self.problems, self.members, strict=True)
         ]
-        if self.row.rule.plan(self.step) or self.row.walkers is Walkers.MANY:
+        if self.row.rule.spec.due(self.step) or self.row.walkers is Walkers.MANY:
             return own
         total = {name: torch.stack([grads[name] for grads in own]).sum(dim=0) for name in own[0]}
         return [total] * len(own)

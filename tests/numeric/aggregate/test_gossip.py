@@ -152,7 +152,7 @@ def test_steps_without_an_exchange_are_plain_momentum_sgd(method: GossipMethod) 
     for k in range(9):
         (grads,) = grads_of(problem.gradient(rows_of([walker])))
         rule.local_step(walker, grads, terms_at(k, 0.1), talks=False)
-        plain.update(other, grads, learning_rate=0.1, gradient_scale=1.0, decayed={"w"})
+        plain.update(other, grads, learning_rate=0.1, gradient_scale=1.0)
     # The same operations, of which decentlam's and the others' differ in order.
     assert np.allclose(rows_of([walker]), rows_of([other]), rtol=1e-13, atol=0)
 

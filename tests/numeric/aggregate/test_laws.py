@@ -7,7 +7,6 @@ import torch
 
 from skein.config.rule import Walkers
 from skein.numeric.compress.compressor import form_of
-from skein.numeric.optim.groups import decayed_names
 from skein.numeric.walker import StateClass, Tensors, Walker
 from tests.numeric.aggregate.laws import (
     ROWS,
@@ -173,13 +172,7 @@ def test_a_step_without_an_exchange_is_the_inner_optimizers(life: Life) -> None:
     walker, grads = some.members[1].copy(), some.grads()[1]
     alone = Walker(params=walker.copy().params, state=row.inner.init(walker.params))
     row.rule.local_step(walker, grads, terms, talks=False)
-    row.inner.update(
-        alone,
-        grads,
-        learning_rate=terms.learning_rate,
-        gradient_scale=terms.gradient_scale,
-        decayed=decayed_names(alone.params),
-    )
+    row.inner.update(alone, grads, learning_rate=terms.learning_rate, gradient_scale=terms.gradient_scale)
     assert same_bits(walker.params, alone.params)
     assert all(same_bits(walker.state[slot], tensors) for slot, tensors in alone.state.items())
     assert walker.num_updates == alone.num_updates == 1

@@ -42,7 +42,7 @@ def stepped(
 ) -> None:
     for walker, grad in zip(walkers, grads, strict=True):
         tensor = {"x": torch.tensor(grad, dtype=torch.float64)}
-        rule.local_step(walker, tensor, terms, talks=bool(rule.plan(terms.step)))
+        rule.local_step(walker, tensor, terms, talks=bool(rule.spec.due(terms.step)))
 
 
 def pulled(
@@ -69,7 +69,7 @@ def descend(
         assert leader is not None
         terms = terms_at(step, learning_rate=learning_rate)
         stepped(rule, walkers, [slope(loss, walker) for walker in walkers], terms)
-        pulled(rule, walkers, leader, terms, rule.plan(step)[-1])
+        pulled(rule, walkers, leader, terms, rule.spec.due(step)[-1])
 
 
 def slope(loss: Loss, walker: Walker) -> list[float]:
@@ -84,7 +84,7 @@ def test_a_follower_goes_a_share_of_the_way_to_where_the_leaders_step_began() ->
     walkers = walkers_at(rule, [[1.0, 4.0], [3.0, 0.0]])
     terms = terms_at(0)
     stepped(rule, walkers, [[1.0, 2.0], [10.0, 10.0]], terms)
-    pulled(rule, walkers, 1, terms, rule.plan(0)[0])
+    pulled(rule, walkers, 1, terms, rule.spec.due(0)[0])
     # 1 - 0.1 * 1 = 0.9, then 5 % of the way to 3; 4 - 0.1 * 2 = 3.8, then 5 % of the way to 0.
     assert at(walkers[0]) == pytest.approx([0.9 + 0.05 * 2.1, 3.8 * 0.95], rel=1e-15)
     assert at(walkers[1]) == pytest.approx([2.0, -1.0], rel=1e-15)
@@ -96,7 +96,7 @@ def test_the_learning_rate_does_not_change_a_pull(learning_rate: float) -> None:
     walkers = walkers_at(rule, [[1.0], [3.0]])
     terms = terms_at(0, learning_rate=learning_rate)
     stepped(rule, walkers, [[0.0], [0.0]], terms)
-    pulled(rule, walkers, 1, terms, rule.plan(0)[0], num_shards=1)
+    pulled(rule, walkers, 1, terms, rule.spec.due(0)[0], num_shards=1)
     assert at(walkers[0]) == pytest.approx([1.1])
 
 
@@ -104,7 +104,7 @@ def test_the_pull_of_the_group_comes_first_and_the_one_of_all_starts_from_there(
     rule = rule_of(BOTH)
     walkers = walkers_at(rule, [[0.0], [8.0], [100.0]])
     terms = terms_at(1)
-    of_group, of_all = rule.plan(1)
+    of_group, of_all = rule.spec.due(1)
     assert (of_group.reach, of_all.reach) == (Reach.GROUP, Reach.ALL)
     stepped(rule, walkers, [[0.0]] * 3, terms)
     pulled(rule, walkers[:2], 1, terms, of_group, num_shards=1)
@@ -119,7 +119,7 @@ def test_momentum_is_untouched_by_pulls() -> None:
     walkers, alone = walkers_at(rule, [[1.0], [3.0]]), walkers_at(rule, [[1.0], [3.0]])
     for some in (walkers, alone):
         stepped(rule, some, [[1.0], [2.0]], terms_at(0))
-    pulled(rule, walkers, 0, terms_at(0), rule.plan(0)[0], num_shards=1)
+    pulled(rule, walkers, 0, terms_at(0), rule.spec.due(0)[0], num_shards=1)
     for walker, other in zip(walkers, alone, strict=True):
         assert torch.equal(walker.state["momentum"]["x"], other.state["momentum"]["x"])
     assert at(walkers[1]) != at(alone[1])
@@ -129,7 +129,7 @@ def test_only_the_leader_sends_and_its_parameters_go_out_once_in_pieces() -> Non
     rule = rule_of(EVERY)
     walkers = walkers_at(rule, [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     stepped(rule, walkers, [[1.0, 1.0, 1.0]] * 2, terms_at(0))
-    exchange = pulled(rule, walkers, 1, terms_at(0), rule.plan(0)[0])
+    exchange = pulled(rule, walkers, 1, terms_at(0), rule.spec.due(0)[0])
     assert [sorted(parts) for parts in exchange.sent] == [[], [0, 1]]
     pieces = [exchange.sent[1][shard]["params"] for shard in (0, 1)]
     assert [piece.tolist() for piece in pieces] == [[4.0, 5.0], [6.0]]
@@ -139,7 +139,7 @@ def test_what_is_kept_for_an_exchange_is_gone_after_the_last_one() -> None:
     rule = rule_of(BOTH)
     walkers = walkers_at(rule, [[0.0], [8.0]])
     stepped(rule, walkers, [[0.0]] * 2, terms_at(1))
-    of_group, of_all = rule.plan(1)
+    of_group, of_all = rule.spec.due(1)
     pulled(rule, walkers, 1, terms_at(1), of_group)
     assert all(START in walker.state for walker in walkers)
     pulled(rule, walkers, 1, terms_at(1), of_all)
@@ -155,7 +155,7 @@ def test_nobody_is_pulled_to_a_leader_that_is_not_finite(broken: float) -> None:
     rule = rule_of(EVERY)
     walkers = walkers_at(rule, [[1.0], [broken]])
     stepped(rule, walkers, [[0.0], [0.0]], terms_at(0))
-    pulled(rule, walkers, 1, terms_at(0), rule.plan(0)[0], num_shards=1)
+    pulled(rule, walkers, 1, terms_at(0), rule.spec.due(0)[0], num_shards=1)
     assert at(walkers[0]) == [1.0]
 
 
@@ -234,7 +234,7 @@ def test_a_follower_contracts_at_least_as_fast_as_the_theory_says() -> None:
         walkers = walkers_at(rule, [follower.tolist(), leader.tolist()])
         before, best = float(loss(follower)), float(loss(leader))
         stepped(rule, walkers, [slope(loss, walker) for walker in walkers], terms_at(0, learning_rate=eta))
-        pulled(rule, walkers, 1, terms_at(0), rule.plan(0)[0], num_shards=1)
+        pulled(rule, walkers, 1, terms_at(0), rule.spec.due(0)[0], num_shards=1)
         after = float(loss(walkers[0].params["x"]))
         assert after <= (1 - m * eta) * before - pull * (before - best) + 1e-12
 
@@ -251,5 +251,5 @@ def test_flat_parameters_of_several_tensors_come_back_to_their_names() -> None:
     for walker in walkers:
         rule.local_step(walker, zeros, terms_at(0), talks=True)
     before = flatten(walkers[1].params)
-    pulled(rule, walkers, 0, terms_at(0), rule.plan(0)[0], num_shards=3)
+    pulled(rule, walkers, 0, terms_at(0), rule.spec.due(0)[0], num_shards=3)
     torch.testing.assert_close(flatten(walkers[1].params), 0.95 * before + 0.05 * leader)

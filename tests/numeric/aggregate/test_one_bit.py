@@ -24,7 +24,6 @@ from skein.numeric.aggregate.one_bit.lamb import OneBitLambRule
 from skein.numeric.aggregate.rule import Rule, Terms
 from skein.numeric.gradients import flatten
 from skein.numeric.optim.adamw import MEAN_OF_SQUARES
-from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.lamb import Lamb
 from skein.numeric.walker import StateClass, Tensors, Walker
 from tests.support.exchanges import exchange, talks_by_shard
@@ -92,7 +91,7 @@ def advance(rule: OneBit, walkers: Sequence[Walker], steps: range, *, num_shards
     now = list(walkers)
     for step in steps:
         grads = [make_grads(w.params, step=step, member=member) for member, w in enumerate(now)]
-        due = rule.plan(step)
+        due = rule.spec.due(step)
         if due:
             talks = talks_by_shard(due[0], num_members=len(now), num_shards=num_shards or len(now))
             now = exchange(rule, now, grads, [terms_of(step)] * len(now), talks)
@@ -186,9 +185,7 @@ def test_the_warm_up_is_the_inner_optimizer_without_bias_correction(make: Make, 
     for step in range(num_updates):
         grads = make_grads(walker.params, step=step, member=0)
         rule.local_step(walker, grads, terms_of(step), talks=False)
-        reference.update(
-            mirrored, grads, learning_rate=RATE, gradient_scale=0.5, decayed=decayed_names(params)
-        )
+        reference.update(mirrored, grads, learning_rate=RATE, gradient_scale=0.5)
     for name, param in walker.params.items():
         torch.testing.assert_close(param, mirrored.params[name], rtol=1e-13, atol=1e-14)  # float64
 
@@ -267,7 +264,7 @@ def test_who_only_follows_stays_equal(make: Make) -> None:
     follower = walkers[0].copy()
     for step in range(9):
         grads = [make_grads(w.params, step=step, member=member) for member, w in enumerate(walkers)]
-        due = rule.plan(step)
+        due = rule.spec.due(step)
         talks = talks_by_shard(due[0], num_members=2, num_shards=2) if due else []
         for walker, grad in zip([*walkers, follower], [*grads, grads[0]], strict=True):
             if not due:

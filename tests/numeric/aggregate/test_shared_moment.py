@@ -77,7 +77,7 @@ def test_a_lone_walker_without_momentum_steps_as_its_optimizer_does(optimizer: A
         grads = drawn(generator)
         terms = Terms(step=k, learning_rate=0.1, gradient_scale=0.5)
         rule.local_step(walker, grads, terms, talks=False)
-        plain.update(other, grads, learning_rate=0.1, gradient_scale=0.5, decayed={"w"})
+        plain.update(other, grads, learning_rate=0.1, gradient_scale=0.5)
     # Float64; the same sums in another order.
     assert torch.allclose(flatten(walker.params), flatten(other.params), rtol=1e-12, atol=1e-14)
 

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from skein.config import aggregation
 from skein.config.optimizer import AdamWSpec, LambSpec
-from skein.config.rule import Due
 from skein.numeric.aggregate.conserved import late
 from skein.numeric.aggregate.one_bit.sign_mean import (
     SegmentLayout,
@@ -93,9 +92,6 @@ class OneBit(Rule, ABC):
     def init(self, params: Mapping[str, Tensor]) -> dict[str, Tensors]:
         zeros = zeros_like(params, _PER_PARAMETER)
         return zeros | {MOMENTUM_SCALE: scalars(params, 0.0), SHARD_ERROR: {}, MOMENTUM: {}}
-
-    def plan(self, step: int) -> tuple[Due, ...]:
-        return self.spec.due(step)
 
     # --- steps ---
 
