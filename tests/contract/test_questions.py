@@ -1,8 +1,9 @@
 """A question that has variants is asked where they are told apart, and nowhere else: others ask for what follows.
 
-Which aggregation rule a job has, which layout, which phase a microbatch is of, one walker or many: who compares with
-a variant has to be found again when another one comes. So a variant answers for itself (a trait of its spec, a property
-of its enumeration), and only files that define it or tell what follows from it may compare.
+Which aggregation rule a job has, which layout, which phase a microbatch is of, one walker or many, what a group of
+several stages reduces: who compares with a variant has to be found again when another one comes. So a variant answers
+for itself (a trait of its spec, a property of its enumeration), and only files that define it or tell what follows from
+it may compare.
 """
 
 import ast
@@ -35,6 +36,7 @@ HOMES = {
     "layout": {"skein/types.py", "skein/plan/cut.py", "skein/plan/check.py"},
     "phase": {"skein/protocol/messages/tensors.py"},
     "walkers": {"skein/config/rule.py"},
+    "group": {"skein/model/reduced.py"},
 }
 """Where variants are defined, and where what follows from them is told."""
 
@@ -66,6 +68,8 @@ def _asked_by(element: ast.AST) -> Iterator[str]:
 def _rules(names: set[str]) -> Iterator[str]:
     if names & RULES:
         yield "rule"
+    if "Tied" in names:
+        yield "group"
 
 
 def _variants(value: ast.expr) -> Iterator[str]:
@@ -94,6 +98,8 @@ def _names(value: ast.expr) -> set[str]:
         ("match op:\n case ForwardOp(phase=Phase.TRAIN): ...", "phase"),
         ("key[0] is not Phase.TRAIN", "phase"),
         ("walkers in (Walkers.MANY,)", "walkers"),
+        ("result.group == Tied()", "group"),
+        ("match group:\n case Tied(): ...", "group"),
     ],
 )
 def test_every_way_of_asking_is_found(text: str, question: str) -> None:
