@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from statistics import median
 
+import grpc
 from grpc import aio
 
 from bench.report import Row, finish, spread
@@ -38,6 +39,7 @@ from skein.wire.extra import DType, FetchStateRequest
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from worker.bundle import Bundle, WireTensor, allocate
 from worker.service import PeerService
+from worker.transport.framing import SERVICE
 from worker.transport.memory import keep_message_buffers
 from worker.transport.peers import Peers
 from worker.transport.statistics import Statistics
@@ -101,7 +103,7 @@ class Station:
         return None
 
 
-class Bare(PeerService):
+class Bare:
     """Reads parts and does nothing with them; answers when the sender has said all."""
 
     async def Deliver(
@@ -114,13 +116,20 @@ class Bare(PeerService):
             num_bytes += len(part.tensor_data.data)
         yield peer_pb2.PartReply(credit_granted=peer_pb2.CreditGranted(num_bytes=num_bytes))
 
+    def attach(self, server: aio.Server) -> None:
+        """Make `server` answer as gRPC's own code would."""
+        deliver = grpc.stream_stream_rpc_method_handler(
+            self.Deliver,
+            request_deserializer=peer_pb2.TensorPart.FromString,
+            response_serializer=peer_pb2.PartReply.SerializeToString,
+        )
+        handlers = grpc.method_handlers_generic_handler(SERVICE, {"Deliver": deliver})
+        server.add_generic_rpc_handlers((handlers,))
 
-async def listen(service: PeerService) -> tuple[aio.Server, int]:
+
+async def listen(service: PeerService | Bare) -> tuple[aio.Server, int]:
     server = open_server(credentials=NO_CREDENTIALS)
-    if isinstance(service, Bare):
-        peer_pb2_grpc.add_PeerServicer_to_server(service, server)
-    else:
-        service.attach(server)
+    service.attach(server)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
     return server, port
@@ -133,15 +142,9 @@ async def answer(parent_port: int) -> None:
     """Send small tensors back, and an empty bundle for each large one."""
     async with asyncio.TaskGroup() as group:
         station = Station(THERE, group)
-        bare = Bare(
-            accepts=lambda _: None,
-            on_tensor=lambda *_: None,
-            state_of=station.no_state,
-            statistics=Statistics(),
-        )
         parent = Member(worker=HERE, incarnation=Incarnation("1"), address=f"127.0.0.1:{parent_port}")
         server, port = await listen(station.service)
-        bare_server, bare_port = await listen(bare)
+        bare_server, bare_port = await listen(Bare())
         print(port, bare_port, flush=True)
         group.create_task(server.wait_for_termination())
         group.create_task(bare_server.wait_for_termination())

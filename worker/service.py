@@ -3,23 +3,21 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from types import SimpleNamespace
-from typing import cast
 
 import grpc
 from grpc import aio
 
 from skein.errors import RemoteError
 from skein.types import Generation
-from skein.wire.codec import FETCH_STATE, PART_REPLY, STATE_PART, TENSOR_PART
+from skein.wire.codec import FETCH_STATE, PART_REPLY, STATE_PART
 from skein.wire.context import Context
 from skein.wire.extra import FetchStateRequest
 from skein.wire.failures import refuse
 from skein.wire.serving.health import Health
-from skein.wire.v1 import peer_pb2, peer_pb2_grpc
+from skein.wire.v1 import peer_pb2
 from worker.bundle import Limits, WireTensor
 from worker.transport.fetching.state import state_parts
-from worker.transport.framing import DELIVER, read_part
+from worker.transport.framing import SERVICE, read_part
 from worker.transport.links import answer_probe
 from worker.transport.receiving.intake import Accepts, Inbox, Intake, OnTensor
 from worker.transport.receiving.slots import CrowdedError, IdleError, Slots, peer_of
@@ -48,26 +46,12 @@ def _slots(most: int, silent_s: float) -> Slots:
     return Slots(most=most, most_of_one=max(1, most // 2), silent_s=silent_s)
 
 
-class _RawDeliver(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # no generic at run time
-    """Deliver, its requests as bytes."""
-
-    def __init__(self, service: "PeerService") -> None:
-        self._handler = grpc.stream_stream_rpc_method_handler(
-            service.Deliver, response_serializer=peer_pb2.PartReply.SerializeToString
-        )
-
-    def service(
-        self, handler_call_details: grpc.HandlerCallDetails
-    ) -> "grpc.RpcMethodHandler[object, object] | None":
-        return self._handler if handler_call_details.method == DELIVER else None
-
-
 def anybody(_door: str) -> bool:
     """Anybody may, where no coordinator says who."""
     return True
 
 
-class PeerService(peer_pb2_grpc.PeerServicer):
+class PeerService:
     """The receiving half of a worker's data plane.
 
     Args:
@@ -102,11 +86,23 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
     def attach(self, server: aio.Server) -> None:
         """Make `server`, not started yet, answer peers, and whoever asks for its health."""
-        # Asked first, so that this method's messages come as they are.
-        server.add_generic_rpc_handlers((_RawDeliver(self),))
-        served = SimpleNamespace(Deliver=self.Deliver, FetchState=self.give_state, Probe=self.Probe)
-        peer_pb2_grpc.add_PeerServicer_to_server(cast(peer_pb2_grpc.PeerServicer, served), server)
-        server.add_generic_rpc_handlers((Health(),))
+        # Not by the generated function: for it no message comes as the bytes that it is.
+        handlers = {
+            "Deliver": grpc.stream_stream_rpc_method_handler(
+                self.Deliver, response_serializer=peer_pb2.PartReply.SerializeToString
+            ),
+            "FetchState": grpc.unary_stream_rpc_method_handler(
+                self.give_state,
+                request_deserializer=peer_pb2.FetchStateRequest.FromString,
+                response_serializer=peer_pb2.StatePart.SerializeToString,
+            ),
+            "Probe": grpc.stream_stream_rpc_method_handler(
+                self.Probe,
+                request_deserializer=peer_pb2.ProbePart.FromString,
+                response_serializer=peer_pb2.ProbeReply.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers), Health()))
 
     def close(self) -> None:
         """The server is about to stop: that ends streams without a word."""
@@ -121,22 +117,17 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._intake.forget(generation)
 
     async def Deliver(
-        self, request_iterator: AsyncIterator[peer_pb2.TensorPart], context: Context
+        self, request_iterator: AsyncIterator[bytes], context: Context
     ) -> AsyncIterator[peer_pb2.PartReply]:
-        """Takes tensors; see the proto. Where `attach` has made them come so, messages are bytes, not copied yet."""
+        """Takes tensors; see the proto. Messages come as they are, not copied yet."""
         loop = asyncio.get_running_loop()
-        messages: AsyncIterator[peer_pb2.TensorPart | bytes] = request_iterator
         try:
             with self._streams.take(peer_of(context.peer())) as slot:
                 inbox = Inbox(self._intake, Window())
                 try:
                     yield PART_REPLY.encode(inbox.open(now=loop.time()))
-                    async for message in slot.each(aiter(messages)):
-                        if isinstance(message, bytes):
-                            part = read_part(message)
-                        else:
-                            part = TENSOR_PART.decode(message)
-                        for reply in inbox.take(part, now=loop.time()):
+                    async for message in slot.each(aiter(request_iterator)):
+                        for reply in inbox.take(read_part(message), now=loop.time()):
                             yield PART_REPLY.encode(reply)
                 finally:
                     inbox.close()

@@ -18,7 +18,8 @@ from skein.wire.codec import TENSOR_PART
 from skein.wire.extra import TensorPart
 from skein.wire.v1 import peer_pb2
 
-DELIVER = "/skein.wire.v1.Peer/Deliver"
+SERVICE = "skein.wire.v1.Peer"
+DELIVER = f"/{SERVICE}/Deliver"
 """The method whose messages these are."""
 
 _PART_TAG = 0x12  # TensorPart.tensor_data, field 2, length-delimited

@@ -29,7 +29,6 @@ from skein.types import (
 from skein.wire.channel import bind, open_channel, open_server
 from skein.wire.credentials import Credentials
 from skein.wire.extra import DType, FetchStateRequest, StateKind
-from skein.wire.v1 import peer_pb2_grpc
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.service import PeerService
 from worker.transport.pace import PeerPatience
@@ -121,14 +120,10 @@ class Receiver:
 
 
 @asynccontextmanager
-async def serving(service: peer_pb2_grpc.PeerServicer, *, token: str | None = None) -> AsyncIterator[Member]:
+async def serving(service: PeerService, *, token: str | None = None) -> AsyncIterator[Member]:
     """Worker "b" with `service`, as a member that can be reached."""
     server = open_server(credentials=Credentials(token=token))
-    if type(service) is PeerService:
-        service.attach(server)
-    else:
-        # Those that misbehave look into messages.
-        peer_pb2_grpc.add_PeerServicer_to_server(service, server)
+    service.attach(server)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
     try:

@@ -12,8 +12,8 @@ from skein.protocol.messages.directives import Member
 from skein.protocol.messages.tensors import HopTensor, Refusal
 from skein.types import Generation, Incarnation
 from skein.wire.channel import Lane
-from skein.wire.codec import PART_REPLY, TENSOR_PART
-from skein.wire.extra import CreditGranted, DType, PartReply, TensorAccepted, TensorData
+from skein.wire.codec import PART_REPLY
+from skein.wire.extra import CreditGranted, DType, PartReply, TensorAccepted
 from skein.wire.v1 import peer_pb2
 from tests.support.turns import until
 from tests.worker.transport.loopback import (
@@ -30,6 +30,7 @@ from tests.worker.transport.loopback import (
 )
 from worker.bundle import to_torch, to_wire
 from worker.service import PeerService
+from worker.transport.framing import FramedPart, read_part
 from worker.transport.pace import PeerPatience
 
 MIB = 1 << 20
@@ -37,7 +38,8 @@ SHORT = PeerPatience(least_s=0.2, most_s=0.2)
 """For tests that wait for a peer to be given up."""
 
 Context = aio.ServicerContext[object, object]
-Parts = AsyncIterator[peer_pb2.TensorPart]
+Parts = AsyncIterator[bytes]
+"""Messages as they come."""
 Replies = AsyncIterator[peer_pb2.PartReply]
 
 
@@ -138,8 +140,8 @@ class Miser(PeerService):
     async def Deliver(self, request_iterator: Parts, context: Context) -> Replies:
         yield await self.grant()
         async for message in request_iterator:
-            part = TENSOR_PART.decode(message)
-            if isinstance(part, TensorData):
+            part = read_part(message)
+            if isinstance(part, FramedPart):
                 self.received += len(part.data)
                 assert self.received <= self.granted
                 if self.received == self.granted:
@@ -192,19 +194,20 @@ class Flaky(PeerService):
 class BitFlipping(Flaky):
     async def spoil(self, parts: Parts, context: Context) -> Parts:
         is_done = False
-        async for part in parts:
-            if part.HasField("tensor_data") and not is_done:
+        async for message in parts:
+            if isinstance(read_part(message), FramedPart) and not is_done:
                 is_done = True
-                part.tensor_data.data = bytes([part.tensor_data.data[0] ^ 1]) + part.tensor_data.data[1:]
-            yield part
+                message = message[:-1] + bytes([message[-1] ^ 1])
+            yield message
 
 
 class BreakingHalfway(Flaky):
     async def spoil(self, parts: Parts, context: Context) -> Parts:
-        async for part in parts:
-            if part.HasField("tensor_data") and part.tensor_data.offset >= MIB:
+        async for message in parts:
+            part = read_part(message)
+            if isinstance(part, FramedPart) and part.offset >= MIB:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the line is cut")
-            yield part
+            yield message
 
 
 class CutOften(PeerService):
