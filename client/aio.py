@@ -260,7 +260,7 @@ class AsyncClient:
 
 
 class AsyncJob:
-    """A job at its coordinator.
+    """A job at its coordinator. Calls raise `NotFound` where there is no such job or checkpoint.
 
     Args:
         connection: to the coordinator.

@@ -126,7 +126,7 @@ class Lab:
     async def _take_down(self) -> None:
         _log.info("going down")
         await asyncio.to_thread(self._services.ask_to_end, _STOP_S)
-        _log.info("services have ended, or were given %.0f s each", _STOP_S)
+        _log.info("services have ended, or all workers were given %.0f s, and then the coordinator", _STOP_S)
         if self._doors is not None:
             await self._doors.close()
         if self._carrier is not None:

@@ -22,7 +22,7 @@ _K = TypeVar("_K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedOp:
-    """An op of a microbatch, `number` as in `Timeline.begin_s`, where it runs, and when it begins if that is known."""
+    """An op of a microbatch, `number` as in `Timeline.begin_s`, where it runs and when it begins; NaN without times."""
 
     microbatch: int
     number: int
@@ -35,6 +35,7 @@ class RoutedOp:
 
     @property
     def end_s(self) -> float:
+        """Seconds at which it ends; NaN without times."""
         return self.begin_s + self.takes_s
 
 

@@ -11,7 +11,6 @@ from tests.support.worlds import of_kind
 
 NUM_FAULTS = 8
 SEEDS = range(26)
-BY_TEXT = {shape.text: shape for shape in SHAPES}
 
 
 def judged(

@@ -77,13 +77,16 @@ class Half(asyncio.Protocol):
         if self.other is not None:
             self._send(b"")
 
-    def pause_writing(self, *, is_full: bool = True) -> None:
+    def pause_writing(self) -> None:
+        self._fill(is_full=True)
+
+    def resume_writing(self) -> None:
+        self._fill(is_full=False)
+
+    def _fill(self, *, is_full: bool) -> None:
         self._is_full = is_full
         if self.other is not None:
             self.other._read_or_not()
-
-    def resume_writing(self) -> None:
-        self.pause_writing(is_full=False)
 
     def resume(self) -> None:
         """Ask again when what would never arrive does."""

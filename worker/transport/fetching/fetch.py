@@ -10,7 +10,7 @@ from grpc import aio
 
 from skein.errors import RemoteError
 from skein.protocol.messages.directives import Member
-from skein.wire.calling import Dial
+from skein.wire.calling import Dial, dialled
 from skein.wire.channel import Lane
 from skein.wire.codec import FETCH_STATE, STATE_PART
 from skein.wire.extra import FetchStateRequest
@@ -83,12 +83,12 @@ class Fetcher:
         self, member: Member, request: FetchStateRequest, assembly: StateAssembly
     ) -> str:
         """Fill `assembly` from one stream; gives why it is not complete."""
-        channel = self._dial(member.address, Lane.STATE)
         try:
-            call = peer_pb2_grpc.PeerStub(channel).FetchState(FETCH_STATE.encode(request))
-            async for message in patiently(call, self._patience_s):
-                assembly.take(STATE_PART.decode(message))
-                self._statistics.state_parts += 1
+            async with dialled(self._dial, member.address, Lane.STATE) as channel:
+                call = peer_pb2_grpc.PeerStub(channel).FetchState(FETCH_STATE.encode(request))
+                async for message in patiently(call, self._patience_s):
+                    assembly.take(STATE_PART.decode(message))
+                    self._statistics.state_parts += 1
         except aio.AioRpcError as error:
             reason = describe_rpc_error(error, member.address)
             if error.code() is grpc.StatusCode.NOT_FOUND:
@@ -105,7 +105,6 @@ class Fetcher:
                 len(tensor.data) for tensor in assembly.tensors.values()
             )
             self._statistics.refusals["corrupt_state"] += len(assembly.spoilt)
-            await channel.close(None)
         if assembly.spoilt:
             return f"{member.address}: {len(assembly.spoilt)} tensors do not fit their hash"
         return "" if assembly.is_complete else f"{member.address}: the state is not complete"

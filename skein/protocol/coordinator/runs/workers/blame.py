@@ -29,7 +29,7 @@ NUM_WITNESSES = 2
 
 
 class Blame(RunPart):
-    """Counts the failures of a run by worker."""
+    """Workers of a run that get no more work, and why; and whether the job itself is to blame."""
 
     def __init__(self, members: Members) -> None:
         super().__init__(members)
