@@ -64,7 +64,7 @@ def annealed(trial: Trial, num_moves: int, *, warmth: float, seed: int) -> Trial
         scratch_for(arrays, here),
         dice(key(seed, "replan", num_moves, *trial.routing.worker_of.tolist())),
     )
-    anneal(arrays, here, best, work, undo_space(here), cooling, random)
+    anneal(arrays, arrays.graph, here, best, work, undo_space(here), cooling, random)
     found = _trial(problem, routing(problem, best))
     return found if found.cost_s < trial.cost_s else trial
 

@@ -126,7 +126,7 @@ class Search:
     def _annealed(self, routing_: Routing, cooling: Cooling, random: np.ndarray) -> Found:
         here, best = (fitted(self.problem, self._fixed, routing_) for _ in range(2))
         work, undo = scratch_for(self._fixed, here), undo_space(here)
-        anneal(self._fixed, here, best, work, undo, cooling, random)
+        anneal(self._fixed, self._fixed.graph, here, best, work, undo, cooling, random)
         self.num_moves += cooling.num_moves
         return self._offer(routing(self.problem, best))
 

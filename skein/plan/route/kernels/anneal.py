@@ -19,7 +19,8 @@ from skein.plan.route.kernels.cost import (
     fit_stage,
     fit_trip,
     fit_way,
-    run_sequence,
+    run_graph,
+    run_line,
     smoothness,
     sort_sequence,
 )
@@ -35,7 +36,7 @@ from skein.plan.route.kernels.moves import (
     take_back,
 )
 from skein.plan.route.kernels.simulate import simulate
-from skein.plan.route.problem import F64
+from skein.plan.route.problem import F64, I64
 
 _AGAIN_OPS = 20.0
 """A move after which slots do not suffice in the old order is tried in a new one, at times: always on problems of so
@@ -182,14 +183,22 @@ def order_first_come(fixed: Fixed, state: State, begin_s: F64, end_s: F64) -> bo
 
 @compiled
 def anneal(
-    fixed: Fixed, state: State, best: State, work: Scratch, undo: Undo, cooling: Cooling, random: U64
+    fixed: Fixed,
+    graph: I64 | None,
+    state: State,
+    best: State,
+    work: Scratch,
+    undo: Undo,
+    cooling: Cooling,
+    random: U64,
 ) -> float:
     """Anneal everything on the step's seconds, from `state` with a sequence; the best goes to `best`.
 
-    The best is the shortest step, what is moved added, and of equal ones the smoothest; returns that.
+    The best is the shortest step, what is moved added, and of equal ones the smoothest; returns that. `graph` is that
+    of `fixed`, by itself so that only the loop is compiled that is needed.
     """
     chain_s = np.zeros(int(fixed.first_chunk[1]))
-    now = run_sequence(fixed, state, work, fixed.graph, NEVER)
+    now = run_line(fixed, state, work, NEVER) if graph is None else run_graph(fixed, state, work, NEVER)
     now += cooling.evenness * smoothness(work) + state.move_s.sum()
     sort_sequence(state, work)
     # A copy: runs of refused moves overwrite `work`, and moves of the order go by what was accepted.
@@ -204,7 +213,7 @@ def anneal(
         at = to = -1
         kind = draw(random)
         if kind < cooling.order_share:
-            found = pull_forward(state, waited_s, fixed.graph, random)
+            found = pull_forward(state, waited_s, graph, random)
             at, to = found[0], found[1]
             if at < 0:
                 continue
@@ -227,14 +236,22 @@ def anneal(
         is_ordered_anew = False
         # A look at trips alone refuses many a move before a run over all ops.
         if _least_s(state, chain_s) <= limit_s:
-            there = run_sequence(fixed, state, work, fixed.graph, limit_s)
+            there = (
+                run_line(fixed, state, work, limit_s)
+                if graph is None
+                else run_graph(fixed, state, work, limit_s)
+            )
             # New seats or paths may only want another order; a new order that blocks is simply a bad one.
             if there == BLOCKED and at < 0 and draw(random) < again_share:
                 sequence[:] = state.sequence
                 op[:] = state.op
                 is_ordered_anew = True
                 if order_first_come(fixed, state, begin_s, work.input_s):
-                    there = run_sequence(fixed, state, work, fixed.graph, limit_s)
+                    there = (
+                        run_line(fixed, state, work, limit_s)
+                        if graph is None
+                        else run_graph(fixed, state, work, limit_s)
+                    )
             if there == BLOCKED:
                 there = NEVER
             if there < NEVER:
