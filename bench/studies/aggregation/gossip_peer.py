@@ -34,7 +34,6 @@ from skein.types import (
 from skein.wire.channel import bind, open_channel, open_server, split_address
 from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.extra import DType, FetchStateRequest
-from skein.wire.v1 import peer_pb2_grpc
 from worker.bundle import Bundle, WireTensor
 from worker.service import PeerService
 from worker.transport.memory import keep_message_buffers
@@ -178,7 +177,7 @@ async def _serve(file: PeerFile) -> None:
 
 async def _listen(service: PeerService, address: str) -> aio.Server:
     server = open_server(credentials=NO_CREDENTIALS)
-    peer_pb2_grpc.add_PeerServicer_to_server(service, server)
+    service.attach(server)
     bind(server, WORKER_HOST, split_address("addresses", address)[1])
     await server.start()
     return server
