@@ -115,6 +115,11 @@ class AsyncClient:
         """Version of the coordinator."""
         return await self._connection.version()
 
+    async def weigh(self, *, sent_bytes: int = 0, received_bytes: int = 0) -> VersionReply:
+        """Version of the coordinator, with so much ballast there and back: to time the way."""
+        request = jobs_pb2.VersionRequest(ballast=bytes(sent_bytes), reply_bytes=received_bytes)
+        return codec.VERSION_REPLY.decode(await self._connection.call(lambda at: at.jobs.Version, request))
+
     async def submit(
         self,
         job: JobSpec | Path | str,

@@ -104,6 +104,7 @@ class Client(_Blocking[AsyncClient]):
         return Job(self._loop, self._driven.job(job))
 
     version = _blocks(AsyncClient.version)
+    weigh = _blocks(AsyncClient.weigh)
     jobs = _blocks(AsyncClient.jobs)
     workers = _blocks(AsyncClient.workers)
     links = _blocks(AsyncClient.links)

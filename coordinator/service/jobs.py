@@ -1,6 +1,7 @@
 """Calls of clients about jobs, workers, links and the version."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
@@ -41,6 +42,8 @@ MAX_INCIDENTS = 500
 """In one reply."""
 MAX_INCIDENT_BYTES = 1 << 20
 """In one reply, which may be 4 MiB; a lost site with all its microbatches takes some 10 kB."""
+MAX_BALLAST_BYTES = 1 << 20
+"""In one reply, for whoever times the way here."""
 
 
 class Jobs(jobs_pb2_grpc.JobsServicer):
@@ -136,8 +139,15 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         return jobs_pb2.WorkersReply(workers=asked)
 
     async def Version(self, request: jobs_pb2.VersionRequest, context: Context) -> jobs_pb2.VersionReply:
-        epoch, version = self._machine.view.history.epoch, skein.PROTOCOL_VERSION
-        reply = VersionReply(protocol_version=version, release=skein.__version__, epoch=epoch)
+        if request.reply_bytes > MAX_BALLAST_BYTES:
+            raise UserError("reply_bytes", request.reply_bytes, f"ask for {MAX_BALLAST_BYTES} at most")
+        reply = VersionReply(
+            protocol_version=skein.PROTOCOL_VERSION,
+            release=skein.__version__,
+            epoch=self._machine.view.history.epoch,
+            wall_s=time.time(),
+            ballast=bytes(request.reply_bytes),
+        )
         return codec.VERSION_REPLY.encode(reply)
 
     async def Links(self, request: jobs_pb2.LinksRequest, context: Context) -> jobs_pb2.LinksReply:

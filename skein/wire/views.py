@@ -45,11 +45,17 @@ class SubmitReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionReply:
-    """Protocol version, release and epoch of the coordinator."""
+    """Protocol version, release, epoch and clock of the coordinator, and the ballast that was asked for.
+
+    Args:
+        wall_s: seconds since 1970; 0 from an older release, which does not say.
+    """
 
     protocol_version: int
     release: str
     epoch: Epoch
+    wall_s: float = 0.0
+    ballast: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

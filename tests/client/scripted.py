@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -229,7 +230,13 @@ class _Jobs(jobs_pb2_grpc.JobsServicer):
         return self._script.jobs[job]
 
     async def Version(self, request: jobs_pb2.VersionRequest, context: Context) -> jobs_pb2.VersionReply:
-        reply = VersionReply(protocol_version=self._script.protocol_version, release="9.9", epoch=Epoch(4))
+        reply = VersionReply(
+            protocol_version=self._script.protocol_version,
+            release="9.9",
+            epoch=Epoch(4),
+            wall_s=time.time(),
+            ballast=bytes(request.reply_bytes),
+        )
         return codec.VERSION_REPLY.encode(reply)
 
     async def Submit(self, request: jobs_pb2.SubmitRequest, context: Context) -> jobs_pb2.SubmitReply:

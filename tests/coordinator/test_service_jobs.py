@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -171,6 +172,17 @@ async def test_a_job_that_is_done_wants_more_steps_to_go_on(tmp_path: Path) -> N
             assert await status_of(jobs.Resume(request)) is StatusCode.INVALID_ARGUMENT
         status = codec.JOB_STATUS.decode(await jobs.Resume(jobs_pb2.ResumeRequest(job="digits-1", steps=500)))
         assert (status.state, status.step, status.total_steps) == ("paused", 5, 500)
+
+
+async def test_version_tells_the_clock_and_carries_the_ballast_that_was_asked_for(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        version = jobs_pb2_grpc.JobsStub(channel).Version
+        began_s = time.time()
+        reply = await version(jobs_pb2.VersionRequest(ballast=bytes(100_000), reply_bytes=200_000))
+        assert len(reply.ballast) == 200_000
+        assert began_s <= reply.wall_s <= time.time()
+        with pytest.raises(aio.AioRpcError, match="reply_bytes: 1048577: ask for 1048576 at most"):
+            await version(jobs_pb2.VersionRequest(reply_bytes=(1 << 20) + 1))
 
 
 async def test_a_restart_keeps_jobs_and_their_numbers(tmp_path: Path) -> None:

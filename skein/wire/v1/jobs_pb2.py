@@ -27,15 +27,15 @@ from skein.wire.v1 import ids_pb2 as skein_dot_wire_dot_v1_dot_ids__pb2
 from skein.wire.v1 import log_pb2 as skein_dot_wire_dot_v1_dot_log__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18skein/wire/v1/jobs.proto\x12\rskein.wire.v1\x1a\x1bskein/wire/v1/control.proto\x1a\x17skein/wire/v1/ids.proto\x1a\x17skein/wire/v1/log.proto\"z\n\rSubmitRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x15\n\x08\x66rom_job\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0c\x66rom_version\x18\x04 \x01(\x04H\x01\x88\x01\x01\x42\x0b\n\t_from_jobB\x0f\n\r_from_version\"*\n\x0bSubmitReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06is_new\x18\x02 \x01(\x08\"\x11\n\x0fListJobsRequest\"7\n\rListJobsReply\x12&\n\x04jobs\x18\x01 \x03(\x0b\x32\x18.skein.wire.v1.JobStatus\"\x1c\n\rGetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"Q\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x04\x12\x12\n\nsince_line\x18\x03 \x01(\x04\x12\x11\n\tuntil_now\x18\x04 \x01(\x08\">\n\rCancelRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08\x64iscards\x18\x03 \x01(\x08\"+\n\x0cPauseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\":\n\rResumeRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\x05steps\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_steps\"\x10\n\x0eWorkersRequest\"<\n\x0cWorkersReply\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.skein.wire.v1.WorkerStatus\" \n\x0eMeasureRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x10\n\x0eVersionRequest\"H\n\x0cVersionReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07release\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x0e\n\x0cLinksRequest\"0\n\nLinksReply\x12\"\n\x05links\x18\x01 \x03(\x0b\x32\x13.skein.wire.v1.Link\"A\n\x14ListIncidentsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x04\x12\r\n\x05limit\x18\x03 \x01(\r\"W\n\x12ListIncidentsReply\x12*\n\tincidents\x18\x01 \x03(\x0b\x32\x17.skein.wire.v1.Incident\x12\x15\n\rnum_incidents\x18\x02 \x01(\x04\"\x95\x06\n\tJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x06 \x01(\x04\x12\x11\n\x04loss\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0f\x65valuation_loss\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\nnum_tokens\x18\t \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\n \x01(\x01\x12\x0e\n\x06step_s\x18\x0b \x01(\x01\x12\x12\n\ngeneration\x18\x0c \x01(\x04\x12\x13\n\x0bnum_workers\x18\r \x01(\r\x12\x1f\n\x12\x63heckpoint_version\x18\x0e \x01(\x04H\x02\x88\x01\x01\x12\x18\n\x10submitted_wall_s\x18\x0f \x01(\x01\x12\x0c\n\x04spec\x18\x10 \x01(\t\x12\x0c\n\x04plan\x18\x11 \x01(\t\x12\x18\n\x10predicted_step_s\x18\x12 \x01(\x01\x12\x15\n\rlower_bound_s\x18\x13 \x01(\x01\x12\x1c\n\x0fmeasured_step_s\x18\x14 \x01(\x01H\x03\x88\x01\x01\x12.\n\x0b\x63hunk_times\x18\x15 \x03(\x0b\x32\x19.skein.wire.v1.ChunkTimes\x12\x34\n\x0etransfer_times\x18\x16 \x03(\x0b\x32\x1c.skein.wire.v1.TransferTimes\x12\x15\n\rnum_incidents\x18\x17 \x01(\x04\x12\x16\n\x0enum_steps_lost\x18\x18 \x01(\x04\x12,\n\nshortfalls\x18\x19 \x03(\x0b\x32\x18.skein.wire.v1.Shortfall\x12\x18\n\x10predicted_spread\x18\x1a \x01(\x01\x12\x18\n\x10num_late_samples\x18\x1b \x01(\x04\x12\x19\n\x11num_train_samples\x18\x1c \x01(\x04\x42\x07\n\x05_lossB\x12\n\x10_evaluation_lossB\x15\n\x13_checkpoint_versionB\x12\n\x10_measured_step_s\"\x7f\n\tShortfall\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x13\n\x0bnum_holders\x18\x02 \x01(\r\x12\x11\n\tnum_asked\x18\x03 \x01(\r\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12(\n\x08left_out\x18\x05 \x03(\x0b\x32\x16.skein.wire.v1.LeftOut\"0\n\x07LeftOut\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x15\n\rmissing_bytes\x18\x02 \x01(\x04\"u\n\nChunkTimes\x12)\n\x07planned\x18\x01 \x01(\x0b\x32\x18.skein.wire.v1.ChunkTime\x12/\n\x08measured\x18\x02 \x01(\x0b\x32\x18.skein.wire.v1.ChunkTimeH\x00\x88\x01\x01\x42\x0b\n\t_measured\"~\n\rTransferTimes\x12,\n\x07planned\x18\x01 \x01(\x0b\x32\x1b.skein.wire.v1.TransferTime\x12\x32\n\x08measured\x18\x02 \x01(\x0b\x32\x1b.skein.wire.v1.TransferTimeH\x00\x88\x01\x01\x42\x0b\n\t_measured\"\xe7\x01\n\x0cWorkerStatus\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04site\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.skein.wire.v1.WorkerState\x12\x10\n\x03job\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\'\n\x07profile\x18\x06 \x01(\x0b\x32\x16.skein.wire.v1.Profile\x12\x0e\n\x06stages\x18\x07 \x03(\r\x12\x12\n\nbeat_age_s\x18\x08 \x01(\x01\x12\x16\n\x0emeasured_age_s\x18\t \x01(\x01\x42\x06\n\x04_job\"\xe5\x04\n\x08JobEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x34\n\rstate_changed\x18\x03 \x01(\x0b\x32\x1b.skein.wire.v1.StateChangedH\x00\x12\x34\n\rstep_finished\x18\x04 \x01(\x0b\x32\x1b.skein.wire.v1.StepFinishedH\x00\x12@\n\x13\x65valuation_finished\x18\x05 \x01(\x0b\x32!.skein.wire.v1.EvaluationFinishedH\x00\x12@\n\x13\x63heckpoint_finished\x18\x06 \x01(\x0b\x32!.skein.wire.v1.CheckpointFinishedH\x00\x12:\n\x10generation_begun\x18\x07 \x01(\x0b\x32\x1e.skein.wire.v1.GenerationBegunH\x00\x12,\n\twent_back\x18\x08 \x01(\x0b\x32\x17.skein.wire.v1.WentBackH\x00\x12\x30\n\x0bline_logged\x18\t \x01(\x0b\x32\x19.skein.wire.v1.LineLoggedH\x00\x12%\n\x05\x65nded\x18\n \x01(\x0b\x32\x14.skein.wire.v1.EndedH\x00\x12\x36\n\x0eincident_ended\x18\x0b \x01(\x0b\x32\x1c.skein.wire.v1.IncidentEndedH\x00\x12\x36\n\x0e\x65pochs_counted\x18\r \x01(\x0b\x32\x1c.skein.wire.v1.EpochsCountedH\x00\x12\x0c\n\x04line\x18\x0c \x01(\x04\x42\x06\n\x04\x62ody\"F\n\x0cStateChanged\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x02 \x01(\t\"=\n\rEpochsCounted\x12\x19\n\x11num_train_samples\x18\x01 \x01(\x04\x12\x11\n\tnum_steps\x18\x02 \x01(\x04\"_\n\x0cStepFinished\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.skein.wire.v1.StepRecord\x12\x14\n\x0ctokens_per_s\x18\x02 \x01(\x01\x12\x0e\n\x06step_s\x18\x03 \x01(\x01\"G\n\x12\x45valuationFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\"?\n\x12\x43heckpointFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x10\n\x03url\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x06\n\x04_url\"F\n\x0fGenerationBegun\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07workers\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"D\n\x08WentBack\x12\x14\n\x0c\x66rom_version\x18\x01 \x01(\x04\x12\x12\n\nto_version\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"R\n\nLineLogged\x12\x13\n\x06worker\x18\x01 \x01(\tH\x00\x88\x01\x01\x12$\n\x04line\x18\x02 \x01(\x0b\x32\x16.skein.wire.v1.LogLineB\t\n\x07_worker\":\n\rIncidentEnded\x12)\n\x08incident\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.Incident\"?\n\x05\x45nded\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x02 \x01(\t*\x8e\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_STATE_IDLE\x10\x01\x12\x18\n\x14WORKER_STATE_WORKING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x32\x86\x07\n\x04Jobs\x12\x42\n\x06Submit\x12\x1c.skein.wire.v1.SubmitRequest\x1a\x1a.skein.wire.v1.SubmitReply\x12\x44\n\x04List\x12\x1e.skein.wire.v1.ListJobsRequest\x1a\x1c.skein.wire.v1.ListJobsReply\x12=\n\x03Get\x12\x1c.skein.wire.v1.GetJobRequest\x1a\x18.skein.wire.v1.JobStatus\x12?\n\x05Watch\x12\x1b.skein.wire.v1.WatchRequest\x1a\x17.skein.wire.v1.JobEvent0\x01\x12@\n\x06\x43\x61ncel\x12\x1c.skein.wire.v1.CancelRequest\x1a\x18.skein.wire.v1.JobStatus\x12>\n\x05Pause\x12\x1b.skein.wire.v1.PauseRequest\x1a\x18.skein.wire.v1.JobStatus\x12@\n\x06Resume\x12\x1c.skein.wire.v1.ResumeRequest\x1a\x18.skein.wire.v1.JobStatus\x12\x45\n\x07Workers\x12\x1d.skein.wire.v1.WorkersRequest\x1a\x1b.skein.wire.v1.WorkersReply\x12\x41\n\x05\x44rain\x12\x1b.skein.wire.v1.DrainRequest\x1a\x1b.skein.wire.v1.WorkerStatus\x12\x45\n\x07Measure\x12\x1d.skein.wire.v1.MeasureRequest\x1a\x1b.skein.wire.v1.WorkersReply\x12\x45\n\x07Version\x12\x1d.skein.wire.v1.VersionRequest\x1a\x1b.skein.wire.v1.VersionReply\x12?\n\x05Links\x12\x1b.skein.wire.v1.LinksRequest\x1a\x19.skein.wire.v1.LinksReply\x12W\n\rListIncidents\x12#.skein.wire.v1.ListIncidentsRequest\x1a!.skein.wire.v1.ListIncidentsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18skein/wire/v1/jobs.proto\x12\rskein.wire.v1\x1a\x1bskein/wire/v1/control.proto\x1a\x17skein/wire/v1/ids.proto\x1a\x17skein/wire/v1/log.proto\"z\n\rSubmitRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x15\n\x08\x66rom_job\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0c\x66rom_version\x18\x04 \x01(\x04H\x01\x88\x01\x01\x42\x0b\n\t_from_jobB\x0f\n\r_from_version\"*\n\x0bSubmitReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06is_new\x18\x02 \x01(\x08\"\x11\n\x0fListJobsRequest\"7\n\rListJobsReply\x12&\n\x04jobs\x18\x01 \x03(\x0b\x32\x18.skein.wire.v1.JobStatus\"\x1c\n\rGetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"Q\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x04\x12\x12\n\nsince_line\x18\x03 \x01(\x04\x12\x11\n\tuntil_now\x18\x04 \x01(\x08\">\n\rCancelRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x10\n\x08\x64iscards\x18\x03 \x01(\x08\"+\n\x0cPauseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\":\n\rResumeRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\x05steps\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_steps\"\x10\n\x0eWorkersRequest\"<\n\x0cWorkersReply\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.skein.wire.v1.WorkerStatus\" \n\x0eMeasureRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"6\n\x0eVersionRequest\x12\x0f\n\x07\x62\x61llast\x18\x01 \x01(\x0c\x12\x13\n\x0breply_bytes\x18\x02 \x01(\r\"i\n\x0cVersionReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07release\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06wall_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x62\x61llast\x18\x05 \x01(\x0c\"\x0e\n\x0cLinksRequest\"0\n\nLinksReply\x12\"\n\x05links\x18\x01 \x03(\x0b\x32\x13.skein.wire.v1.Link\"A\n\x14ListIncidentsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x04\x12\r\n\x05limit\x18\x03 \x01(\r\"W\n\x12ListIncidentsReply\x12*\n\tincidents\x18\x01 \x03(\x0b\x32\x17.skein.wire.v1.Incident\x12\x15\n\rnum_incidents\x18\x02 \x01(\x04\"\x95\x06\n\tJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x06 \x01(\x04\x12\x11\n\x04loss\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0f\x65valuation_loss\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\nnum_tokens\x18\t \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\n \x01(\x01\x12\x0e\n\x06step_s\x18\x0b \x01(\x01\x12\x12\n\ngeneration\x18\x0c \x01(\x04\x12\x13\n\x0bnum_workers\x18\r \x01(\r\x12\x1f\n\x12\x63heckpoint_version\x18\x0e \x01(\x04H\x02\x88\x01\x01\x12\x18\n\x10submitted_wall_s\x18\x0f \x01(\x01\x12\x0c\n\x04spec\x18\x10 \x01(\t\x12\x0c\n\x04plan\x18\x11 \x01(\t\x12\x18\n\x10predicted_step_s\x18\x12 \x01(\x01\x12\x15\n\rlower_bound_s\x18\x13 \x01(\x01\x12\x1c\n\x0fmeasured_step_s\x18\x14 \x01(\x01H\x03\x88\x01\x01\x12.\n\x0b\x63hunk_times\x18\x15 \x03(\x0b\x32\x19.skein.wire.v1.ChunkTimes\x12\x34\n\x0etransfer_times\x18\x16 \x03(\x0b\x32\x1c.skein.wire.v1.TransferTimes\x12\x15\n\rnum_incidents\x18\x17 \x01(\x04\x12\x16\n\x0enum_steps_lost\x18\x18 \x01(\x04\x12,\n\nshortfalls\x18\x19 \x03(\x0b\x32\x18.skein.wire.v1.Shortfall\x12\x18\n\x10predicted_spread\x18\x1a \x01(\x01\x12\x18\n\x10num_late_samples\x18\x1b \x01(\x04\x12\x19\n\x11num_train_samples\x18\x1c \x01(\x04\x42\x07\n\x05_lossB\x12\n\x10_evaluation_lossB\x15\n\x13_checkpoint_versionB\x12\n\x10_measured_step_s\"\x7f\n\tShortfall\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x13\n\x0bnum_holders\x18\x02 \x01(\r\x12\x11\n\tnum_asked\x18\x03 \x01(\r\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12(\n\x08left_out\x18\x05 \x03(\x0b\x32\x16.skein.wire.v1.LeftOut\"0\n\x07LeftOut\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x15\n\rmissing_bytes\x18\x02 \x01(\x04\"u\n\nChunkTimes\x12)\n\x07planned\x18\x01 \x01(\x0b\x32\x18.skein.wire.v1.ChunkTime\x12/\n\x08measured\x18\x02 \x01(\x0b\x32\x18.skein.wire.v1.ChunkTimeH\x00\x88\x01\x01\x42\x0b\n\t_measured\"~\n\rTransferTimes\x12,\n\x07planned\x18\x01 \x01(\x0b\x32\x1b.skein.wire.v1.TransferTime\x12\x32\n\x08measured\x18\x02 \x01(\x0b\x32\x1b.skein.wire.v1.TransferTimeH\x00\x88\x01\x01\x42\x0b\n\t_measured\"\xe7\x01\n\x0cWorkerStatus\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04site\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.skein.wire.v1.WorkerState\x12\x10\n\x03job\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\'\n\x07profile\x18\x06 \x01(\x0b\x32\x16.skein.wire.v1.Profile\x12\x0e\n\x06stages\x18\x07 \x03(\r\x12\x12\n\nbeat_age_s\x18\x08 \x01(\x01\x12\x16\n\x0emeasured_age_s\x18\t \x01(\x01\x42\x06\n\x04_job\"\xe5\x04\n\x08JobEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x34\n\rstate_changed\x18\x03 \x01(\x0b\x32\x1b.skein.wire.v1.StateChangedH\x00\x12\x34\n\rstep_finished\x18\x04 \x01(\x0b\x32\x1b.skein.wire.v1.StepFinishedH\x00\x12@\n\x13\x65valuation_finished\x18\x05 \x01(\x0b\x32!.skein.wire.v1.EvaluationFinishedH\x00\x12@\n\x13\x63heckpoint_finished\x18\x06 \x01(\x0b\x32!.skein.wire.v1.CheckpointFinishedH\x00\x12:\n\x10generation_begun\x18\x07 \x01(\x0b\x32\x1e.skein.wire.v1.GenerationBegunH\x00\x12,\n\twent_back\x18\x08 \x01(\x0b\x32\x17.skein.wire.v1.WentBackH\x00\x12\x30\n\x0bline_logged\x18\t \x01(\x0b\x32\x19.skein.wire.v1.LineLoggedH\x00\x12%\n\x05\x65nded\x18\n \x01(\x0b\x32\x14.skein.wire.v1.EndedH\x00\x12\x36\n\x0eincident_ended\x18\x0b \x01(\x0b\x32\x1c.skein.wire.v1.IncidentEndedH\x00\x12\x36\n\x0e\x65pochs_counted\x18\r \x01(\x0b\x32\x1c.skein.wire.v1.EpochsCountedH\x00\x12\x0c\n\x04line\x18\x0c \x01(\x04\x42\x06\n\x04\x62ody\"F\n\x0cStateChanged\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x02 \x01(\t\"=\n\rEpochsCounted\x12\x19\n\x11num_train_samples\x18\x01 \x01(\x04\x12\x11\n\tnum_steps\x18\x02 \x01(\x04\"_\n\x0cStepFinished\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.skein.wire.v1.StepRecord\x12\x14\n\x0ctokens_per_s\x18\x02 \x01(\x01\x12\x0e\n\x06step_s\x18\x03 \x01(\x01\"G\n\x12\x45valuationFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\"?\n\x12\x43heckpointFinished\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x10\n\x03url\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x06\n\x04_url\"F\n\x0fGenerationBegun\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07workers\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"D\n\x08WentBack\x12\x14\n\x0c\x66rom_version\x18\x01 \x01(\x04\x12\x12\n\nto_version\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"R\n\nLineLogged\x12\x13\n\x06worker\x18\x01 \x01(\tH\x00\x88\x01\x01\x12$\n\x04line\x18\x02 \x01(\x0b\x32\x16.skein.wire.v1.LogLineB\t\n\x07_worker\":\n\rIncidentEnded\x12)\n\x08incident\x18\x01 \x01(\x0b\x32\x17.skein.wire.v1.Incident\"?\n\x05\x45nded\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.skein.wire.v1.JobState\x12\x0e\n\x06reason\x18\x02 \x01(\t*\x8e\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_STATE_IDLE\x10\x01\x12\x18\n\x14WORKER_STATE_WORKING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x32\x86\x07\n\x04Jobs\x12\x42\n\x06Submit\x12\x1c.skein.wire.v1.SubmitRequest\x1a\x1a.skein.wire.v1.SubmitReply\x12\x44\n\x04List\x12\x1e.skein.wire.v1.ListJobsRequest\x1a\x1c.skein.wire.v1.ListJobsReply\x12=\n\x03Get\x12\x1c.skein.wire.v1.GetJobRequest\x1a\x18.skein.wire.v1.JobStatus\x12?\n\x05Watch\x12\x1b.skein.wire.v1.WatchRequest\x1a\x17.skein.wire.v1.JobEvent0\x01\x12@\n\x06\x43\x61ncel\x12\x1c.skein.wire.v1.CancelRequest\x1a\x18.skein.wire.v1.JobStatus\x12>\n\x05Pause\x12\x1b.skein.wire.v1.PauseRequest\x1a\x18.skein.wire.v1.JobStatus\x12@\n\x06Resume\x12\x1c.skein.wire.v1.ResumeRequest\x1a\x18.skein.wire.v1.JobStatus\x12\x45\n\x07Workers\x12\x1d.skein.wire.v1.WorkersRequest\x1a\x1b.skein.wire.v1.WorkersReply\x12\x41\n\x05\x44rain\x12\x1b.skein.wire.v1.DrainRequest\x1a\x1b.skein.wire.v1.WorkerStatus\x12\x45\n\x07Measure\x12\x1d.skein.wire.v1.MeasureRequest\x1a\x1b.skein.wire.v1.WorkersReply\x12\x45\n\x07Version\x12\x1d.skein.wire.v1.VersionRequest\x1a\x1b.skein.wire.v1.VersionReply\x12?\n\x05Links\x12\x1b.skein.wire.v1.LinksRequest\x1a\x19.skein.wire.v1.LinksReply\x12W\n\rListIncidents\x12#.skein.wire.v1.ListIncidentsRequest\x1a!.skein.wire.v1.ListIncidentsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'skein.wire.v1.jobs_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=3898
-  _globals['_WORKERSTATE']._serialized_end=4040
+  _globals['_WORKERSTATE']._serialized_start=3969
+  _globals['_WORKERSTATE']._serialized_end=4111
   _globals['_SUBMITREQUEST']._serialized_start=122
   _globals['_SUBMITREQUEST']._serialized_end=244
   _globals['_SUBMITREPLY']._serialized_start=246
@@ -63,51 +63,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINREQUEST']._serialized_start=762
   _globals['_DRAINREQUEST']._serialized_end=792
   _globals['_VERSIONREQUEST']._serialized_start=794
-  _globals['_VERSIONREQUEST']._serialized_end=810
-  _globals['_VERSIONREPLY']._serialized_start=812
-  _globals['_VERSIONREPLY']._serialized_end=884
-  _globals['_LINKSREQUEST']._serialized_start=886
-  _globals['_LINKSREQUEST']._serialized_end=900
-  _globals['_LINKSREPLY']._serialized_start=902
-  _globals['_LINKSREPLY']._serialized_end=950
-  _globals['_LISTINCIDENTSREQUEST']._serialized_start=952
-  _globals['_LISTINCIDENTSREQUEST']._serialized_end=1017
-  _globals['_LISTINCIDENTSREPLY']._serialized_start=1019
-  _globals['_LISTINCIDENTSREPLY']._serialized_end=1106
-  _globals['_JOBSTATUS']._serialized_start=1109
-  _globals['_JOBSTATUS']._serialized_end=1898
-  _globals['_SHORTFALL']._serialized_start=1900
-  _globals['_SHORTFALL']._serialized_end=2027
-  _globals['_LEFTOUT']._serialized_start=2029
-  _globals['_LEFTOUT']._serialized_end=2077
-  _globals['_CHUNKTIMES']._serialized_start=2079
-  _globals['_CHUNKTIMES']._serialized_end=2196
-  _globals['_TRANSFERTIMES']._serialized_start=2198
-  _globals['_TRANSFERTIMES']._serialized_end=2324
-  _globals['_WORKERSTATUS']._serialized_start=2327
-  _globals['_WORKERSTATUS']._serialized_end=2558
-  _globals['_JOBEVENT']._serialized_start=2561
-  _globals['_JOBEVENT']._serialized_end=3174
-  _globals['_STATECHANGED']._serialized_start=3176
-  _globals['_STATECHANGED']._serialized_end=3246
-  _globals['_EPOCHSCOUNTED']._serialized_start=3248
-  _globals['_EPOCHSCOUNTED']._serialized_end=3309
-  _globals['_STEPFINISHED']._serialized_start=3311
-  _globals['_STEPFINISHED']._serialized_end=3406
-  _globals['_EVALUATIONFINISHED']._serialized_start=3408
-  _globals['_EVALUATIONFINISHED']._serialized_end=3479
-  _globals['_CHECKPOINTFINISHED']._serialized_start=3481
-  _globals['_CHECKPOINTFINISHED']._serialized_end=3544
-  _globals['_GENERATIONBEGUN']._serialized_start=3546
-  _globals['_GENERATIONBEGUN']._serialized_end=3616
-  _globals['_WENTBACK']._serialized_start=3618
-  _globals['_WENTBACK']._serialized_end=3686
-  _globals['_LINELOGGED']._serialized_start=3688
-  _globals['_LINELOGGED']._serialized_end=3770
-  _globals['_INCIDENTENDED']._serialized_start=3772
-  _globals['_INCIDENTENDED']._serialized_end=3830
-  _globals['_ENDED']._serialized_start=3832
-  _globals['_ENDED']._serialized_end=3895
-  _globals['_JOBS']._serialized_start=4043
-  _globals['_JOBS']._serialized_end=4945
+  _globals['_VERSIONREQUEST']._serialized_end=848
+  _globals['_VERSIONREPLY']._serialized_start=850
+  _globals['_VERSIONREPLY']._serialized_end=955
+  _globals['_LINKSREQUEST']._serialized_start=957
+  _globals['_LINKSREQUEST']._serialized_end=971
+  _globals['_LINKSREPLY']._serialized_start=973
+  _globals['_LINKSREPLY']._serialized_end=1021
+  _globals['_LISTINCIDENTSREQUEST']._serialized_start=1023
+  _globals['_LISTINCIDENTSREQUEST']._serialized_end=1088
+  _globals['_LISTINCIDENTSREPLY']._serialized_start=1090
+  _globals['_LISTINCIDENTSREPLY']._serialized_end=1177
+  _globals['_JOBSTATUS']._serialized_start=1180
+  _globals['_JOBSTATUS']._serialized_end=1969
+  _globals['_SHORTFALL']._serialized_start=1971
+  _globals['_SHORTFALL']._serialized_end=2098
+  _globals['_LEFTOUT']._serialized_start=2100
+  _globals['_LEFTOUT']._serialized_end=2148
+  _globals['_CHUNKTIMES']._serialized_start=2150
+  _globals['_CHUNKTIMES']._serialized_end=2267
+  _globals['_TRANSFERTIMES']._serialized_start=2269
+  _globals['_TRANSFERTIMES']._serialized_end=2395
+  _globals['_WORKERSTATUS']._serialized_start=2398
+  _globals['_WORKERSTATUS']._serialized_end=2629
+  _globals['_JOBEVENT']._serialized_start=2632
+  _globals['_JOBEVENT']._serialized_end=3245
+  _globals['_STATECHANGED']._serialized_start=3247
+  _globals['_STATECHANGED']._serialized_end=3317
+  _globals['_EPOCHSCOUNTED']._serialized_start=3319
+  _globals['_EPOCHSCOUNTED']._serialized_end=3380
+  _globals['_STEPFINISHED']._serialized_start=3382
+  _globals['_STEPFINISHED']._serialized_end=3477
+  _globals['_EVALUATIONFINISHED']._serialized_start=3479
+  _globals['_EVALUATIONFINISHED']._serialized_end=3550
+  _globals['_CHECKPOINTFINISHED']._serialized_start=3552
+  _globals['_CHECKPOINTFINISHED']._serialized_end=3615
+  _globals['_GENERATIONBEGUN']._serialized_start=3617
+  _globals['_GENERATIONBEGUN']._serialized_end=3687
+  _globals['_WENTBACK']._serialized_start=3689
+  _globals['_WENTBACK']._serialized_end=3757
+  _globals['_LINELOGGED']._serialized_start=3759
+  _globals['_LINELOGGED']._serialized_end=3841
+  _globals['_INCIDENTENDED']._serialized_start=3843
+  _globals['_INCIDENTENDED']._serialized_end=3901
+  _globals['_ENDED']._serialized_start=3903
+  _globals['_ENDED']._serialized_end=3966
+  _globals['_JOBS']._serialized_start=4114
+  _globals['_JOBS']._serialized_end=5016
 # @@protoc_insertion_point(module_scope)

@@ -354,12 +354,21 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 class VersionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    BALLAST_FIELD_NUMBER: _builtins.int
+    REPLY_BYTES_FIELD_NUMBER: _builtins.int
+    ballast: _builtins.bytes
+    """As much as the asker wants to time; nobody looks at it."""
+    reply_bytes: _builtins.int
+    """Ballast that the reply shall have; 1 MiB at most."""
     def __init__(
         self,
+        *,
+        ballast: _builtins.bytes = ...,
+        reply_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ballast", b"ballast", "reply_bytes", b"reply_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -372,19 +381,26 @@ class VersionReply(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    BALLAST_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     release: _builtins.str
     epoch: _builtins.int
+    wall_s: _builtins.float
+    """The coordinator's clock, in seconds since 1970; 0: an older one, which does not say."""
+    ballast: _builtins.bytes
     def __init__(
         self,
         *,
         protocol_version: _builtins.int = ...,
         release: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        wall_s: _builtins.float = ...,
+        ballast: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "protocol_version", b"protocol_version", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ballast", b"ballast", "epoch", b"epoch", "protocol_version", b"protocol_version", "release", b"release", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
