@@ -1,86 +1,69 @@
 """`skein doctor`: looks for what usually goes wrong, before it does."""
 
-import importlib.util
-import json
-import os
-import resource
-import shutil
 import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from enum import StrEnum
-from importlib.metadata import packages_distributions
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
-import skein
-from client.api import Client
 from client.cli import DONE, FAILED
 from client.cli.options import connect_client, remote_command, target
 from client.cli.show import print_json
 from client.connection import DEFAULT_TARGET
+from client.doctor.answers import look_at_link, look_at_peers, look_at_version
+from client.doctor.finding import DoctorFinding, doubtful, fine, wrong
+from client.doctor.installation import look_at_installation
+from client.doctor.room import look_at_data, look_for_room
+from client.doctor.way import look_along, look_for_black_hole
+from client.errors import VersionMismatch
+from client.jobfile import read_job
 from skein.errors import SkeinError, UserError
-from skein.own import NAMES, Stranger, install_hint, strangers
-from skein.units import format_bytes
-from skein.wire.channel import join_address, split_address
+from skein.storage.roots import Roots
+from skein.wire.channel import split_address
 from skein.wire.leader import split_addresses
-from skein.wire.views import WorkerState
+from skein.wire.process.options import data_root_option
+from skein.wire.process.state_dir import default_state_dir
 
-MIN_FILES = 4096
-MIN_SHM_BYTES = 256 << 20
-MIN_DISK_BYTES = 1 << 30
-MAX_SKEW_S = 2.0
-_CONNECT_S = 2.0
-_TORCH_S = 60.0
-_TORCH = (
-    "import json, torch; print(json.dumps([torch.__version__, torch.get_num_threads(), "
-    "[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]]))"
-)
-_DISTRIBUTION = "skein-train"
-_DISK_HINT = "free some space: run log, checkpoints and logs need it"
-
-
-class Verdict(StrEnum):
-    """Fine; works, but look at it; will not work."""
-
-    OK = "ok"
-    WARNING = "warning"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorFinding:
-    """Result of one check: what was found, and what to do about it unless it is fine."""
-
-    check: str
-    verdict: Verdict
-    found: str
-    cure: str = ""
+ROLES = ("client", "worker", "coordinator")
 
 
 @remote_command
+@click.option("--role", type=click.Choice(ROLES), help="What this machine is to be. Default: any of them.")
 @click.option(
-    "--state-dir", type=click.Path(path_type=Path), help="Where a coordinator would keep its state."
+    "--job",
+    "job_file",
+    type=click.Path(path_type=Path),
+    help="A job file: whether its data can be read here.",
+)
+@data_root_option(shown="~/.local/share/skein/data", meaning="Folder that a worker here reads data from.")
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    default=default_state_dir,
+    show_default="~/.local/state/skein",
+    help="Where a service here keeps its state.",
 )
 @click.option(
     "--metrics-port",
     type=click.IntRange(1, 65535),
     show_default="the one after its port",
-    help="Of the coordinator; tells its clock.",
+    help="Of a coordinator that is to be started here.",
 )
-def doctor(*, state_dir: Path | None, metrics_port: int | None, is_json: bool) -> int:
+def doctor(
+    *,
+    role: str | None,
+    job_file: Path | None,
+    data_roots: tuple[Path, ...],
+    state_dir: Path,
+    metrics_port: int | None,
+    is_json: bool,
+) -> int:
     """Look for what could go wrong here, and with the coordinator if there is one. Exit 1 if something will."""
-    findings = []
-    for finding in _look(state_dir or Path.home(), metrics_port):
-        findings.append(finding)
+    failures = 0
+    for finding in _look(role, state_dir, metrics_port, job_file, data_roots):
+        failures += finding.is_failed
         print_json(finding) if is_json else click.echo(_line(finding))
-    return FAILED if any(finding.verdict is Verdict.FAILED for finding in findings) else DONE
+    return FAILED if failures else DONE
 
 
 def _line(finding: DoctorFinding) -> str:
@@ -88,128 +71,80 @@ def _line(finding: DoctorFinding) -> str:
     return f"{finding.verdict:<8} {finding.check:<12} {finding.found}{cure}"
 
 
-def _look(state_dir: Path, metrics_port: int | None) -> Iterator[DoctorFinding]:
-    yield DoctorFinding(
-        check="skein",
-        verdict=Verdict.OK,
-        found=f"release {skein.__version__}, protocol {skein.PROTOCOL_VERSION}",
-    )
-    yield from packages(strangers(), packages_distributions())
-    yield _python()
-    yield _ray()
-    yield _torch()
-    # The hard limit: services raise their own to it.
-    yield open_files_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    yield free_space("/dev/shm", Path("/dev/shm"), MIN_SHM_BYTES, "give it more: Ray keeps its objects there")  # noqa: S108
-    yield free_space("disk", state_dir, MIN_DISK_BYTES, _DISK_HINT)
-    yield _token()
-    yield from _coordinator(metrics_port)
+def _look(
+    role: str | None,
+    state_dir: Path,
+    metrics_port: int | None,
+    job_file: Path | None,
+    data_roots: tuple[Path, ...],
+) -> Iterator[DoctorFinding]:
+    yield from look_at_installation(role)
+    yield from look_for_room(state_dir, role)
+    if job_file is not None:
+        yield from _data(job_file, data_roots)
+    token = _token()
+    yield token
+    if not token.is_failed:
+        yield from _coordinator(metrics_port)
 
 
-def packages(found: Iterable[Stranger], owners: Mapping[str, Sequence[str]]) -> Iterator[DoctorFinding]:
-    """Whether the packages that Skein imports are its own, and whether others use their names.
-
-    Args:
-        found: what stands in their place.
-        owners: distributions by the top-level names that they have.
-    """
-    whole = list(found)
-    for stranger in whole:
-        yield DoctorFinding(
-            check=stranger.name, verdict=Verdict.FAILED, found=stranger.found, cure=stranger.cure
-        )
-    others = {name: sorted({*owners.get(name, ())} - {_DISTRIBUTION}) for name in NAMES}
-    for name, rivals in others.items():
-        if rivals:
-            cure = "whichever is installed last writes over the other: give Skein an environment of its own (pipx)"
-            yield DoctorFinding(
-                check=name, verdict=Verdict.WARNING, found=f"{', '.join(rivals)} has one too", cure=cure
-            )
-    if not whole and not any(others.values()):
-        yield DoctorFinding(check="packages", verdict=Verdict.OK, found=f"{', '.join(NAMES)} are Skein's own")
-
-
-def _python() -> DoctorFinding:
-    found = f"{'.'.join(map(str, sys.version_info[:3]))}, {os.cpu_count()} cores"
-    return DoctorFinding(check="python", verdict=Verdict.OK, found=found)
-
-
-def _ray() -> DoctorFinding:
-    if importlib.util.find_spec("ray") is None:
-        cure = f"fine on workers and clients; a coordinator needs: {install_hint('coordinator')}"
-        return DoctorFinding(check="ray", verdict=Verdict.WARNING, found="not installed", cure=cure)
-    return DoctorFinding(check="ray", verdict=Verdict.OK, found="installed")
-
-
-def _torch() -> DoctorFinding:
-    """Finding on torch, which is asked in a process of its own: a client does without it."""
-    if importlib.util.find_spec("torch") is None:
-        cure = f"fine on coordinators and clients; a worker needs: {install_hint('worker')}"
-        return DoctorFinding(check="torch", verdict=Verdict.WARNING, found="not installed", cure=cure)
+def _data(job_file: Path, data_roots: tuple[Path, ...]) -> Iterator[DoctorFinding]:
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _TORCH], capture_output=True, text=True, check=True, timeout=_TORCH_S
-        )
-    except subprocess.SubprocessError as error:
-        cure = "install it anew, for this machine's device"
-        return DoctorFinding(
-            check="torch", verdict=Verdict.FAILED, found=f"does not load ({error})", cure=cure
-        )
-    version, num_threads, devices = json.loads(done.stdout)
-    found = f"{version}, {', '.join(devices) or f'CPU with {num_threads} threads'}"
-    return DoctorFinding(check="torch", verdict=Verdict.OK, found=found)
-
-
-def open_files_finding(limit: int) -> DoctorFinding:
-    """Whether so many open files are enough; each worker and client is several connections."""
-    if limit == resource.RLIM_INFINITY or limit >= MIN_FILES:
-        return DoctorFinding(check="open files", verdict=Verdict.OK, found=f"up to {limit}")
-    cure = f"raise it before a coordinator for many workers: ulimit -Hn {MIN_FILES}, as root"
-    return DoctorFinding(check="open files", verdict=Verdict.WARNING, found=f"up to {limit}", cure=cure)
-
-
-def free_space(check: str, path: Path, least_bytes: int, cure: str) -> DoctorFinding:
-    """Whether a file system has room."""
-    place = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path("/"))
-    free_bytes = shutil.disk_usage(place).free
-    found = f"{format_bytes(free_bytes)} free in {place}"
-    if free_bytes >= least_bytes:
-        return DoctorFinding(check=check, verdict=Verdict.OK, found=found)
-    cure = f"{cure} ({format_bytes(least_bytes)} or more)"
-    return DoctorFinding(check=check, verdict=Verdict.WARNING, found=found, cure=cure)
+        job = read_job(job_file)
+    except UserError as error:
+        yield wrong("job", str(error), f"mend it: skein job check {job_file}")
+        return
+    yield fine("job", str(job_file))
+    yield from look_at_data(job, Roots.of("--data-root", data_roots, usual="data"))
 
 
 def _token() -> DoctorFinding:
     if target().token_file is None:
         cure = "fine on one machine; beyond it give coordinator, workers and clients a token file"
-        return DoctorFinding(check="token", verdict=Verdict.WARNING, found="no token file", cure=cure)
+        return doubtful("token", "no token file", cure)
     try:
         _ = target().token()
     except UserError as error:
-        return DoctorFinding(check="token", verdict=Verdict.FAILED, found=str(error.value), cure=error.hint)
-    return DoctorFinding(check="token", verdict=Verdict.OK, found=str(target().token_file))
+        return wrong("token", str(error.value), error.hint)
+    return fine("token", str(target().token_file))
 
 
 def _coordinator(metrics_port: int | None) -> Iterator[DoctorFinding]:
-    """Findings on the coordinator, its workers and its clock; where none is, whether one could be started."""
+    """Findings on the way to the coordinator, on it and its workers; where none is, whether one could be started."""
     name = target().coordinator
     try:
         host, port = split_address("coordinator", split_addresses("coordinator", name)[0])
-        with connect_client() as client:
-            version = client.version()
-            found = f"{name} runs release {version.release}, epoch {version.epoch}"
-            yield DoctorFinding(check="coordinator", verdict=Verdict.OK, found=found)
-            yield from _peers(client)
-            yield _clock(host, metrics_port or port + 1)
-    except SkeinError as error:
-        if name != DEFAULT_TARGET:
-            yield DoctorFinding(
-                check="coordinator", verdict=Verdict.FAILED, found="no answer", cure=str(error)
-            )
+    except UserError as error:
+        yield wrong("coordinator", str(error.value), error.hint)
+        return
+    way = list(look_along(host, port))
+    if way[-1].is_failed and name == DEFAULT_TARGET:
+        yield doubtful(
+            "coordinator", f"none here ({way[-1].found})", "fine if it is elsewhere: give --coordinator"
+        )
+        yield from (_free_port(host, number) for number in (port, metrics_port or port + 1))
+        return
+    yield from way
+    if way[-1].is_failed:
+        return
+    hole = look_for_black_hole(host, port)
+    if hole is not None:
+        yield hole
+        if hole.is_failed:
             return
-        yield DoctorFinding(check="coordinator", verdict=Verdict.WARNING, found="none here", cure=str(error))
-        for number in (port, metrics_port or port + 1):
-            yield _free_port(host, number)
+    yield from _answers()
+
+
+def _answers() -> Iterator[DoctorFinding]:
+    try:
+        with connect_client() as client:
+            yield look_at_version(client)
+            yield from look_at_link(client)
+            yield from look_at_peers(client)
+    except VersionMismatch as error:
+        yield wrong("version", "does not fit the coordinator's", str(error))
+    except SkeinError as error:
+        yield wrong("coordinator", "does not answer us", str(error))
 
 
 def _free_port(host: str, port: int) -> DoctorFinding:
@@ -220,53 +155,5 @@ def _free_port(host: str, port: int) -> DoctorFinding:
             probe.bind((host, port))
     except OSError as error:
         cure = "end what listens there, or start the coordinator with another --port and --metrics-port"
-        return DoctorFinding(check=check, verdict=Verdict.FAILED, found=str(error.strerror), cure=cure)
-    return DoctorFinding(check=check, verdict=Verdict.OK, found="free")
-
-
-def _peers(client: Client) -> Iterator[DoctorFinding]:
-    """Whether this machine can reach the address of every worker, as a worker here would have to."""
-    workers = [worker for worker in client.workers() if worker.state is not WorkerState.LOST]
-    if not workers:
-        cure = f"start some: skein worker up --join {client.target}"
-        yield DoctorFinding(check="workers", verdict=Verdict.WARNING, found="none", cure=cure)
-        return
-    silent = [worker for worker in workers if not _listens(worker.address)]
-    for worker in silent:
-        cure = "open its port, or start it with --advertise and an address that its peers reach"
-        found = f"{worker.worker} cannot be reached at {worker.address} from here"
-        yield DoctorFinding(check="workers", verdict=Verdict.FAILED, found=found, cure=cure)
-    found = f"{len(workers) - len(silent)} of {len(workers)} can be reached from here"
-    yield DoctorFinding(check="workers", verdict=Verdict.FAILED if silent else Verdict.OK, found=found)
-
-
-def _listens(address: str) -> bool:
-    try:
-        with socket.create_connection(split_address("worker", address), timeout=_CONNECT_S):
-            return True
-    except (OSError, UserError):
-        return False
-
-
-def _clock(host: str, port: int, now: Callable[[], float] = time.time) -> DoctorFinding:
-    """Finding on how far this clock is from the coordinator's, by the date its metrics port gives; good to a second."""
-    url = f"http://{join_address(host, port)}/metrics"
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        began = now()
-        with direct.open(url, timeout=_CONNECT_S) as reply:
-            their_s = parsedate_to_datetime(reply.headers["Date"]).timestamp()
-    except (OSError, TypeError, ValueError):
-        cure = f"{url} does not answer: give the coordinator's --metrics-port to compare clocks"
-        return DoctorFinding(check="clock", verdict=Verdict.WARNING, found="not compared", cure=cure)
-    return clock_skew(began, their_s, now())
-
-
-def clock_skew(began_s: float, their_s: float, ended_s: float) -> DoctorFinding:
-    """Finding on the difference of two clocks, by a time cut to whole seconds that was read between two of ours."""
-    skew_s = max(0.0, began_s - (their_s + 1), their_s - ended_s)
-    found = f"at most {skew_s + 1:.0f} s from the coordinator's" if skew_s < 1 else f"{skew_s:.0f} s off"
-    if skew_s <= MAX_SKEW_S:
-        return DoctorFinding(check="clock", verdict=Verdict.OK, found=found)
-    cure = "set both clocks, for instance with NTP: times in logs and metrics will not fit together"
-    return DoctorFinding(check="clock", verdict=Verdict.WARNING, found=found, cure=cure)
+        return wrong(check, str(error.strerror), cure)
+    return fine(check, "free")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from client.cli.doctor import Verdict, packages
+from client.doctor.finding import Verdict
+from client.doctor.installation import packages
 from skein.own import NAMES, Stranger, strangers
 from tests.contract.source import ROOT
 
