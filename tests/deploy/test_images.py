@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from packaging.utils import canonicalize_name
 
 from deploy.docker.health import complaint
 from deploy.docker.make_token import make_token
@@ -19,6 +20,7 @@ from tests.deploy.stack import listing, services
 
 DOCKERFILE = (ROOT / "deploy/docker/Dockerfile").read_text(encoding="utf-8")
 PROJECT = ROOT / "pyproject.toml"
+HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 
 def stages() -> dict[str, str]:
@@ -52,6 +54,22 @@ def test_the_worker_needs_torch_and_no_ray() -> None:
 def test_an_extra_that_is_not_there_is_an_error() -> None:
     with pytest.raises(KeyError, match="gpu"):
         requirements(["gpu"], PROJECT)
+
+
+@pytest.mark.parametrize(
+    ("image", "extras"), [("coordinator", ["coordinator"]), ("worker", ["worker", "examples"])]
+)
+def test_an_image_installs_pinned_packages_by_their_hashes(image: str, extras: list[str]) -> None:
+    text = (ROOT / f"deploy/docker/{image}.lock").read_text(encoding="utf-8")
+    packages = [package.split() for package in text.replace("\\\n", " ").splitlines()]
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+    assert [package for package in packages if package[0] not in pins] == [], "run: make locks"
+    assert [
+        package for package in packages if not all(map(HASH.fullmatch, package[1:])) or not package[1:]
+    ] == []
+    wanted = {canonicalize_name(re.split(r"[\[<>=!;]", line)[0]) for line in requirements(extras, PROJECT)}
+    assert wanted - {pin.split("==")[0] for pin, *_ in packages} <= {"torch"}, "run: make locks"
+    assert f"--require-hashes --requirement {image}.lock" in stages()[f"{image}-packages"]
 
 
 def test_targets_of_the_compose_file_are_stages() -> None:
