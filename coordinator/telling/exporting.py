@@ -45,9 +45,9 @@ class ReExport:
         return self.family(self.shown or self.name, about, labels=self.labels)
 
     def values_of(self, worker: WorkerId, label: str) -> list[str]:
-        """Values of the labels, for one label of a worker."""
+        """Values of the labels, for one label of a worker; "other" is each of the parts that it lacks."""
         parts = iter(label.split("/", len(self.labels) - 2))
-        return [worker if x in ("worker", "src") else next(parts, "") or "other" for x in self.labels]
+        return [worker if x in ("worker", "src") else next(parts, "other") for x in self.labels]
 
 
 _BY_KIND, _BY_REASON, _BY_STAGE = ("worker", "kind"), ("worker", "reason"), ("worker", "stage")

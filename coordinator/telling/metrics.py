@@ -24,15 +24,22 @@ from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator.view import CoordinatorView
 from skein.protocol.log.incident import num_replayed
 from skein.protocol.log.records import (
+    Averaged,
     CheckpointChecked,
     CheckpointCommitted,
+    DataCounted,
     Diverged,
+    Drained,
+    EpochOpened,
     Evaluated,
     GenerationOpened,
+    HaltAsked,
     Incident,
     IncidentKind,
     JobEnded,
     JobHeld,
+    JobResumed,
+    JobSubmitted,
     PlanAdopted,
     Record,
     Remedy,
@@ -272,7 +279,15 @@ class CoordinatorMetrics:
             case JobEnded() | JobHeld():
                 kept.checkpoint_wall_s = None
                 self._throughput.labels(job).set(0)
-            case _:
+            case (
+                EpochOpened()
+                | JobSubmitted()
+                | Drained()
+                | Averaged()
+                | HaltAsked()
+                | JobResumed()
+                | DataCounted()
+            ):
                 pass
 
     def _stepped(self, job: JobId, fold: Fold, record: StepCommitted) -> None:

@@ -72,7 +72,7 @@ class Krum(CombinerSpec):
 
     @property
     def least_members(self) -> int:
-        return max(2 * self.bad + 3, self.bad + self.chosen)
+        return max(2 * self.bad + 3, self.bad + self.chosen + 2)
 
 
 class CentredClip(CombinerSpec):

@@ -41,7 +41,9 @@ class LogTail(logging.Handler):
 
 def _level(number: int) -> LogLevel:
     """Level at or below a number of at least INFO's."""
-    return LogLevel(logging.getLevelName(min(number // 10 * 10, logging.ERROR)).lower())
+    if number >= logging.ERROR:
+        return LogLevel.ERROR
+    return LogLevel.WARNING if number >= logging.WARNING else LogLevel.INFO
 
 
 def begin_worker_log(log_format: LogFormat) -> LogTail:
