@@ -51,7 +51,7 @@ from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, Record
 from skein.protocol.messages.directives import Refused
 from skein.protocol.messages.reports import Hello, Report
-from skein.types import Incarnation, WorkerId
+from skein.types import Incarnation, JobId, WorkerId
 from skein.wire.extra import LogLevel, LogLine
 
 MAX_WAITING = 8192
@@ -150,7 +150,7 @@ class Driver:
         self._is_over = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="run-log")
         self._group = asyncio.TaskGroup()
-        self._planning: asyncio.Task[None] | None = None
+        self._planning: dict[JobId, asyncio.Task[None]] = {}
 
     # --- for servicers: on the loop of `run` ---
 
@@ -210,10 +210,11 @@ class Driver:
         return f"the run log has taken nothing for {waited_s:.0f} s, so nothing is decided: is its disk full?"
 
     def said(self, worker: WorkerId, lines: Sequence[LogLine]) -> None:
-        """A worker's log lines go to those who watch the active job."""
-        for job in self.machine.runs:
+        """A worker's log lines go to those who watch the job that it is with."""
+        run = self.machine.view.run_of(worker)
+        if run is not None:
             for line in lines:
-                self.journal.line(job, worker, line)
+                self.journal.line(run.job.job, worker, line)
 
     async def read_records(self) -> AsyncIterator[Sequence[Record]]:
         """The whole run log in pieces; the loop stays free, and appends go between pieces."""
@@ -251,8 +252,8 @@ class Driver:
         await self._carry_out(self._machine(TimePassed()))
         while not self._is_stopping:
             await self._turn(await self._take())
-        if self._planning is not None:
-            self._planning.cancel()
+        for planning in self._planning.values():
+            planning.cancel()
 
     async def _take(self) -> list[_Item]:
         """All that waits; the first may be waited for until the machine's deadline."""
@@ -350,9 +351,9 @@ class Driver:
                 if stream is not None:
                     stream.offer(command.directive)
             case MakePlan():
-                if self._planning is not None:
-                    self._planning.cancel()
-                self._planning = begin(self._make_plan(command))
+                if (planning := self._planning.get(command.run)) is not None:
+                    planning.cancel()
+                self._planning[command.run] = begin(self._make_plan(command))
             case WriteManifest():
                 _ = begin(self._write_manifest(command.checkpoint))
             case VerifyCheckpoint():

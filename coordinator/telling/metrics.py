@@ -21,7 +21,8 @@ from coordinator.records.journal import Fold, job_of_record
 from coordinator.telling.exporting import MAX_LABELS, MAX_WORKERS, StatisticsCollector, counts_by_name
 from coordinator.telling.status import chunk_times
 from skein.plan.plan import ChunkTime, Infeasible, Plan
-from skein.protocol.coordinator.view import CoordinatorView
+from skein.protocol.coordinator.runs.watching.measuring import Measured
+from skein.protocol.coordinator.view import CoordinatorView, RunView
 from skein.protocol.log.incident import num_replayed
 from skein.protocol.log.records import (
     Averaged,
@@ -353,8 +354,9 @@ class CoordinatorMetrics:
             self._lease.remove(worker)
         self._leased = set(leased)
         self._sample_scores(live)
-        self._sample_times(view)
-        self._sample_holders(view)
+        for run in view.runs.values():
+            self._sample_times(run, view.measured[run.job.job])
+        self._sample_holders(view.runs.values())
         self._counts = {worker: counts for worker, counts in self._counts.items() if worker in live}
         self._statistics.counts_by_worker = self._counts
         for job, kept in self._jobs.items():
@@ -368,12 +370,11 @@ class CoordinatorMetrics:
         for worker in sorted(self._scores)[:MAX_WORKERS]:
             self._probe_score.labels(worker).set(self._scores[worker])
 
-    def _sample_times(self, view: CoordinatorView) -> None:
-        """Planned and measured times of the active job."""
-        run = view.run
-        if run is None or run.plan is None:
+    def _sample_times(self, run: RunView, measured: Measured) -> None:
+        """Planned and measured times of an active job."""
+        if run.plan is None:
             return
-        job, measured = run.job.job, view.measured[run.job.job]
+        job = run.job.job
         if measured.step_s is not None:
             self._plan_step.labels(job, "measured").set(measured.step_s)
         values: dict[tuple[str, ...], list[float]] = {}
@@ -385,17 +386,17 @@ class CoordinatorMetrics:
                     values.setdefault((str(times.planned.chunk.stage), op, kind), []).append(seconds)
         self._show_stages(job, {labels: fmean(found) for labels, found in values.items()})
 
-    def _sample_holders(self, view: CoordinatorView) -> None:
-        """Show how many holders stages of the active job have; nothing without one."""
+    def _sample_holders(self, runs: Iterable[RunView]) -> None:
+        """Show how many holders stages of the active jobs have; nothing without any."""
         self._holders.clear()
-        run = view.run
-        if run is None or run.plan is None:
-            return
-        asked = run.job.spec.parallel.replicas
-        for stage in run.plan.stages[:MAX_LABELS]:
-            labels = run.job.job, str(stage.index)
-            self._holders.labels(*labels, "held").set(len(run.plan.holders(stage.index)))
-            self._holders.labels(*labels, "asked").set(asked)
+        for run in runs:
+            if run.plan is None:
+                continue
+            asked = run.job.spec.parallel.replicas
+            for stage in run.plan.stages[:MAX_LABELS]:
+                labels = run.job.job, str(stage.index)
+                self._holders.labels(*labels, "held").set(len(run.plan.holders(stage.index)))
+                self._holders.labels(*labels, "asked").set(asked)
 
     def _show_stages(self, job: JobId, values: Mapping[tuple[str, ...], float]) -> None:
         for labels, value in values.items():

@@ -11,7 +11,7 @@ from skein.plan.changing.silent import busy_workers
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.runs.watching.measuring import Measured
-from skein.protocol.coordinator.view import CoordinatorView
+from skein.protocol.coordinator.view import CoordinatorView, RunView
 from skein.protocol.membership.membership import Entry
 from skein.topology.fleet import Fleet, Link
 from skein.types import Generation, JobId, StageIndex, WorkerId
@@ -42,7 +42,7 @@ def job_status(view: CoordinatorView, journal: Journal, job: JobId) -> JobStatus
         tokens_per_s=rates.tokens_per_s,
         step_s=rates.step_s,
         generation=Generation(0) if plan is None else plan.generation,
-        num_workers=0 if run is None else len(view.live),
+        num_workers=0 if run is None else len(run.crew),
         checkpoint_version=None if checkpoint is None else checkpoint.version,
         submitted_wall_s=history.submitted_wall_s,
         spec=history.spec.canonical_json(),
@@ -55,7 +55,7 @@ def job_status(view: CoordinatorView, journal: Journal, job: JobId) -> JobStatus
         chunk_times=() if plan is None else chunk_times(plan.plan, view.measured.get(job)),
         transfer_times=() if plan is None else transfer_times(plan.plan, view.measured.get(job), view.links),
         predicted_spread=0.0 if plan is None else _spread(view, job, plan.plan),
-        shortfalls=() if run is None else _shortfalls(view, run.plan, history.spec),
+        shortfalls=() if run is None else _shortfalls(view, run, history.spec),
         num_train_samples=0 if history.counted is None else history.counted.num_train_samples,
     )
 
@@ -73,11 +73,11 @@ def _spread(view: CoordinatorView, job: JobId, plan: Plan) -> float:
     return max(spreads, default=0.0)
 
 
-def _shortfalls(view: CoordinatorView, plan: Plan | None, spec: JobSpec) -> tuple[Shortfall, ...]:
-    """Shortfalls of the active job's plan, with the workers that could hold a stage if they had the memory."""
-    live = view.live
-    may_work = tuple(live[worker].fleet_worker for worker in sorted(live) if not live[worker].is_leaving)
-    return () if plan is None else shortfalls(plan, spec, Fleet(workers=may_work, links=()))
+def _shortfalls(view: CoordinatorView, run: RunView, spec: JobSpec) -> tuple[Shortfall, ...]:
+    """Shortfalls of an active job's plan, with the workers of it that could hold a stage if they had the memory."""
+    entries = [view.live[worker] for worker in run.crew if worker in view.live]
+    may_work = tuple(entry.fleet_worker for entry in entries if not entry.is_going)
+    return () if run.plan is None else shortfalls(run.plan, spec, Fleet(workers=may_work, links=()))
 
 
 def brief_status(status: JobStatus) -> JobStatus:
@@ -143,7 +143,7 @@ class Roster:
 
     def _status(self, worker: WorkerId, entry: Entry, *, now: float) -> WorkerStatus:
         stages = () if worker in self._lost else self._stages(worker)
-        run = self._machine.view.run
+        run = self._machine.view.run_of(worker)
         return WorkerStatus(
             worker=worker,
             site=entry.hello.site,
@@ -164,7 +164,7 @@ class Roster:
         return WorkerState.WORKING if has_work else WorkerState.IDLE
 
     def _stages(self, worker: WorkerId) -> tuple[StageIndex, ...]:
-        run = self._machine.view.run
+        run = self._machine.view.run_of(worker)
         if run is None or run.plan is None:
             return ()
         return tuple(p.chunk.stage for p in run.plan.chunks if p.chunk.worker == worker)

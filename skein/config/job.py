@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from skein.config.aggregation import AggregationSpec, AllReduce
 from skein.config.explain import Words
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
+from skein.config.resources import ResourcesSpec
 from skein.errors import LocalError, UserError
 from skein.model.layers import LayerSpec, layers_of
 from skein.model.table import ModelSpec
@@ -276,6 +277,9 @@ class JobSpec(Spec):
     """Remedy if losses are not finite, or far above what was learned: `stop` fails and keeps the last good checkpoint;
     `rewind` goes back to it, up to three times, with half the learning rate each time; `ignore` goes on."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    """Jobs with a higher one get workers first, and may have others saved and set aside."""
+    resources: ResourcesSpec = ResourcesSpec()
 
     @model_validator(mode="after")
     def _check(self) -> "JobSpec":

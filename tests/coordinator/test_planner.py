@@ -18,7 +18,7 @@ from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
 from skein.protocol.coordinator.runs.placing.portfolio import FoundPlan, plan_here, search
 from skein.topology.fleet import Fleet, FleetWorker
-from skein.types import SiteId, WorkerId
+from skein.types import JobId, SiteId, WorkerId
 from tests.coordinator.builders import hello, job_spec, one_worker_plan
 
 WORKER = FleetWorker(worker=WorkerId("w1"), site=SiteId("here"), profile=hello().profile)
@@ -29,7 +29,7 @@ Answer = Callable[[], Awaitable[PlanMade]]
 def asked(method: str = "balanced", *, budget_s: float = 0.0, fleet: Fleet = FLEET) -> MakePlan:
     plan = PlanSpec.model_validate({"method": method, "budget_s": budget_s})
     spec = job_spec().model_copy(update={"plan": plan})
-    return MakePlan(request=7, job=spec, fleet=fleet, previous=None, steps_left=10)
+    return MakePlan(request=7, run=JobId("j"), job=spec, fleet=fleet, previous=None, steps_left=10)
 
 
 def answer(result: Plan | Infeasible, *, may_improve: bool = False) -> PlanMade:

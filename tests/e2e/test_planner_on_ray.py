@@ -16,6 +16,7 @@ from skein.plan.route.portfolio import Portfolio
 from skein.protocol.coordinator.coordinator_io import MakePlan
 from skein.protocol.coordinator.runs.placing.portfolio import FoundPlan
 from skein.topology.fleet import Fleet
+from skein.types import JobId
 from tests.plan.builders import fleet, job
 
 LIMIT_S = 300.0
@@ -46,7 +47,7 @@ def asked(*, budget_s: float) -> MakePlan:
     spec: JobSpec = job(stages=4, replicas=2, num_layers=8, num_microbatches=16)
     spec = spec.model_copy(update={"plan": PlanSpec(budget_s=budget_s)})
     on: Fleet = fleet([1e9, 2e9, 1e9, 3e9, 1e9, 2e9, 1e9, 1e9])
-    return MakePlan(request=1, job=spec, fleet=on, previous=None, steps_left=100)
+    return MakePlan(request=1, run=JobId("j"), job=spec, fleet=on, previous=None, steps_left=100)
 
 
 def searching() -> list[psutil.Process]:

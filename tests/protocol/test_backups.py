@@ -32,7 +32,7 @@ class Copying:
         membership = Membership()
         for worker in workers:
             membership.handle(hello(worker), now=0.0)
-        members = Members(self.job, membership, self.outbox)
+        members = Members(self.job, membership.live, self.outbox)
         members.open_generation("test", now=0.0)
         self.entries: list[Entry] = [membership.live[w] for w in sorted(membership.live)]
         pairs = [(a, b) for a in PLAN.workers for b in PLAN.workers if a != b]

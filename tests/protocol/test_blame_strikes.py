@@ -10,7 +10,7 @@ from skein.protocol.coordinator.runs.workers.blame import Blame
 from skein.protocol.coordinator.runs.workers.disputes import MAX_STRIKES
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import History, JobHistory
-from skein.protocol.membership.membership import Entry, Membership
+from skein.protocol.membership.membership import Entry
 from skein.types import Incarnation, JobId, WorkerId
 from tests.support.hands import record
 from tests.support.jobs import small_job
@@ -27,7 +27,7 @@ class Blamed:
     def __init__(self) -> None:
         self.outbox = Outbox(History())
         job = JobHistory(job=JobId("j"), key="k", spec=small_job(), submitted_wall_s=0.0)
-        self.blame = Blame(Members(job, Membership(), self.outbox))
+        self.blame = Blame(Members(job, {}, self.outbox))
 
     def pardoned(self) -> list[str]:
         lines = [command.words for command in self.outbox.drain() if isinstance(command, Log)]

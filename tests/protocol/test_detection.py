@@ -27,7 +27,6 @@ from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.watching.vigil import STALL_S, STALL_STEPS, STUCK_STALLS, Vigil
 from skein.protocol.coordinator.runs.workers.blame import Blame
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.membership.membership import Membership
 from skein.protocol.messages.reports import Beat
 from skein.types import ChunkRef, StageSpec, WorkerId
 from tests.support.desk import Desk
@@ -279,7 +278,7 @@ def test_the_vigil_waits_for_what_the_plan_says_and_twice_as_long_each_time_it_w
     desk = Desk()
     desk.submit(small_job())
     [job] = desk.machine.history.jobs.values()
-    members = Members(job, Membership(), Outbox(desk.machine.history))
+    members = Members(job, {}, Outbox(desk.machine.history))
     vigil = Vigil(members, Measured(job.spec), now=0.0)
     incidents, blame = Incidents(members), Blame(members)
     slow = replace(plan_of(1.0), predicted_step_s=STALL_S)

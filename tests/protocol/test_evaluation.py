@@ -4,7 +4,6 @@ from skein.protocol.coordinator.coordinator_io import Log, Outbox
 from skein.protocol.coordinator.runs.steps.evaluation import Evaluation
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import History, JobHistory
-from skein.protocol.membership.membership import Membership
 from skein.types import JobId
 from tests.support.jobs import small_job
 
@@ -12,7 +11,7 @@ from tests.support.jobs import small_job
 def evaluation() -> tuple[Evaluation, Outbox]:
     outbox = Outbox(History())
     job = JobHistory(job=JobId("j-1"), key="k", spec=small_job(), submitted_wall_s=0.0)
-    return Evaluation(Members(job, Membership(), outbox)), outbox
+    return Evaluation(Members(job, {}, outbox)), outbox
 
 
 def test_too_few_validation_samples_are_told_and_never_due() -> None:

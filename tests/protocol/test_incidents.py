@@ -19,7 +19,6 @@ from skein.protocol.log.records import (
     Remedy,
     Replayed,
 )
-from skein.protocol.membership.membership import Membership
 from skein.protocol.messages.directives import Assign, ChunkProgress, ChunkVersion, NewGeneration, Start
 from skein.protocol.messages.reports import Ack, Report, Suspected, Trouble
 from skein.types import Epoch, JobId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
@@ -43,7 +42,7 @@ class Book:
         history.apply(EpochOpened(epoch=Epoch(1), wall_s=0.0))
         history.apply(JobSubmitted(job=JOB, key="k", spec=SPEC.canonical_json(), wall_s=0.0))
         self.outbox = Outbox(history)
-        self.incidents = Incidents(Members(history.jobs[JOB], Membership(), self.outbox))
+        self.incidents = Incidents(Members(history.jobs[JOB], {}, self.outbox))
 
     def notice(self, kind: IncidentKind, *workers: str, silent_s: float = 0.0, now: float = 10.0) -> None:
         named = [WorkerId(worker) for worker in workers]

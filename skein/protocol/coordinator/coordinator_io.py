@@ -165,9 +165,13 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakePlan:
-    """Plan this job on this fleet, for so many steps to come. Answered by PlanMade."""
+    """Plan this job on this fleet, for so many steps to come. Answered by PlanMade.
+
+    A newer request of the same run makes an older one void.
+    """
 
     request: int
+    run: JobId
     job: JobSpec
     fleet: Fleet
     previous: Plan | None
@@ -223,6 +227,7 @@ CoordinatorCommand = (
 
 
 _SECRET_BYTES = 16
+_NO_GENERATION = Generation(0)
 
 
 @dataclass(slots=True)
@@ -264,9 +269,9 @@ class Outbox:
             door=self._secret(member, generation, "state"),
         )
 
-    def as_donor(self, member: Member) -> Member:
-        """A member of the newest generation as those may know it who are to fetch its state, members or not."""
-        return replace(member, door=self._secret(member, self.history.generation, "state"))
+    def as_donor(self, member: Member, generation: Generation) -> Member:
+        """A member of a generation as those may know it who are to fetch its state, members or not."""
+        return replace(member, door=self._secret(member, generation, "state"))
 
     def to_probe(self, member: Member) -> Member:
         """A worker as those may know it who are to measure the link to it."""
@@ -286,9 +291,14 @@ class Outbox:
         self.history.apply(record)
         self.commands.append(Append(record=record))
 
-    def send(self, directive: Directive, *processes: tuple[WorkerId, Incarnation]) -> None:
-        """Say this to these processes, as of the epoch and the generation that are the newest."""
-        said = stamped(directive, epoch=self.history.epoch, generation=self.history.generation)
+    def send(
+        self,
+        directive: Directive,
+        *processes: tuple[WorkerId, Incarnation],
+        generation: Generation = _NO_GENERATION,
+    ) -> None:
+        """Say this to these processes, as of the newest epoch, and of a generation if it belongs to one."""
+        said = stamped(directive, epoch=self.history.epoch, generation=generation)
         self.commands += [Send(worker=x, incarnation=process, directive=said) for x, process in processes]
 
     def log(self, words: str, *, job: JobId | None = None) -> None:

@@ -23,7 +23,7 @@ FIRST_PAUSE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPace:
-    """Facts of the active job that decide when workers measure.
+    """Facts of a job that decide when workers measure.
 
     Microbatches visit those who are `busy`, None: everybody may be; `parted` is the plan's generation if it takes ops
     for much faster or slower than they are.
@@ -38,24 +38,24 @@ class JobPace:
 
 
 class Pacing:
-    """The pace of the active job, looked at once for each step, for everybody's beats ask for it."""
+    """The pace of each active job, looked at once for each step, for everybody's beats ask for it."""
 
     def __init__(self) -> None:
-        self._at: tuple[Generation, Step] | None = None
-        self._then = JobPace(busy=None, parted=None)
+        self._known: dict[JobId, tuple[tuple[Generation, Step], JobPace]] = {}
 
-    def of(self, run: Run | None, generation: Generation, measured: Mapping[JobId, Measured]) -> JobPace:
-        """The pace of `run`, under this generation and as its ops were measured."""
+    def of(self, run: Run | None, measured: Mapping[JobId, Measured]) -> JobPace:
+        """The pace of `run`, as its ops were measured."""
         if run is None:
             return JobPace(busy=frozenset(), parted=None)
         if run.plan is None or not isinstance(run.phase, StepPhase):
             # Amid a change of generation anybody may be busy with building.
             return JobPace(busy=None, parted=None)
-        place = generation, run.job.version
-        if self._at != place:
-            parted = generation if measured[run.job.job].has_parted(run.plan) else None
-            self._at, self._then = place, JobPace(busy=busy_workers(run.plan), parted=parted)
-        return self._then
+        job = run.job
+        place, known = (job.generation, job.version), self._known.get(job.job)
+        if known is None or known[0] != place:
+            parted = job.generation if measured[job.job].has_parted(run.plan) else None
+            known = self._known[job.job] = place, JobPace(busy=busy_workers(run.plan), parted=parted)
+        return known[1]
 
 
 class Remeasuring:

@@ -19,6 +19,8 @@ class RunView:
     plan: Plan | None
     state: JobState
     reason: str
+    crew: tuple[WorkerId, ...] = ()
+    """Workers that are with it, sorted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +32,12 @@ class CoordinatorView:
     links: Mapping[tuple[WorkerId, WorkerId], Link]
     measured: Mapping[JobId, Measured]
     runs: Mapping[JobId, RunView]
+    waits: Mapping[JobId, str]
+    """Jobs without a run, each with what it waits for."""
 
-    @property
-    def run(self) -> RunView | None:
-        """The run of the job that is active."""
-        return next(iter(self.runs.values()), None)
+    def run_of(self, worker: WorkerId) -> RunView | None:
+        """The run that a worker is with."""
+        return next((run for run in self.runs.values() if worker in run.crew), None)
 
     def state_of(self, job: JobId) -> JobState:
         """A job's state for users."""
@@ -50,8 +53,7 @@ class CoordinatorView:
         if at_rest is not None:
             return at_rest.reason
         if run is None:
-            ahead = [other.job for other in self.history.pending() if other.job != job]
-            return f"waiting for {ahead[0]}" if ahead else "waiting"
+            return self.waits.get(job, "waiting")
         if known.halt is not None:
             return f"to be {known.halt.state.value} when it is saved ({known.halt.reason}); {run.reason}"
         return run.reason

@@ -41,11 +41,15 @@ class JobHistory:
     key: str
     spec: JobSpec
     submitted_wall_s: float
+    namespace: str = "default"
+    """Namespace that owns the job; namespaces share workers evenly."""
     last_wall_s: float = 0.0
     """Wall-clock time of the job's newest record."""
     version: Step = field(default=Step(0))
     last_commit: StepRecord | None = None
     num_tokens: int = 0
+    worker_s: float = 0.0
+    """Seconds that workers have spent on committed steps, added up."""
     num_late_samples: int = 0
     """Left out of committed steps, rolled back ones included."""
     last_evaluation: records.Evaluated | None = None
@@ -58,6 +62,8 @@ class JobHistory:
     checkpoints: list[records.CheckpointCommitted] = field(default_factory=list)
     damaged: dict[Step, str] = field(default_factory=dict)
     """Checkpoints among them that nobody is to read, and why."""
+    generation: Generation = field(default=Generation(0))
+    """Newest generation of the job."""
     members: tuple[records.GenerationMember, ...] = ()
     followers: set[Incarnation] = field(default_factory=set)
     """Processes that were ever members."""
@@ -200,8 +206,9 @@ class History:
         match record:
             case records.GenerationOpened():
                 assert record.generation > self.generation, f"{record} after {self.generation}"
-                self.generation = record.generation
+                self.generation = job.generation = record.generation
                 job.members = record.members
+                self._forgotten_elsewhere(job)
                 job.clock.stops()
                 job.followers.update(member.incarnation for member in record.members)
             case records.PlanAdopted():
@@ -214,6 +221,8 @@ class History:
             case records.StepCommitted():
                 assert record.record.step == job.version, f"{record} at version {job.version}"
                 job.behind, job.holding = _behind(job), job.holding[-1:]
+                num_workers = 0 if job.plan is None else len(job.plan.plan.workers)
+                job.worker_s += num_workers * max(0.0, record.wall_s - job.last_wall_s)
                 job.version = Step(job.version + 1)
                 job.last_commit = record.record
                 job.losses.stepped(record.record)
@@ -290,6 +299,16 @@ class History:
                 job.end, job.held, job.halt = record, None, None
             case _:
                 assert_never(record)
+
+    def _forgotten_elsewhere(self, job: JobHistory) -> None:
+        """Members of a job's new generation hold nothing of other jobs any more."""
+        here = set(job.members)
+        for other in self.jobs.values():
+            if other is not job and (other.holding or other.behind):
+                other.holding = tuple(
+                    {m: x for m, x in held.items() if m not in here} for held in other.holding
+                )
+                other.behind = {m: x for m, x in other.behind.items() if m not in here}
 
     @property
     def position(self) -> LogPosition | None:

@@ -183,11 +183,26 @@ class Entry:
     """The one time in the lease heap that counts: no later than `lease_until`."""
     is_connected: bool = True
     is_leaving: bool = False
+    is_called_away: bool = False
+    """Whether another run is to get the worker once its own can do without it."""
     progress: int = 0
     heard_at: float = 0.0
     progressed_at: float = 0.0
     measured_at: float = 0.0
     """Time when the worker's speed was last measured, as far as is known here."""
+
+    def call_away(self) -> None:
+        """Another run is to get the worker."""
+        self.is_called_away = True
+
+    def stay(self) -> None:
+        """The worker stays with whom it is."""
+        self.is_called_away = False
+
+    @property
+    def is_going(self) -> bool:
+        """Whether its run is to give it no more work."""
+        return self.is_leaving or self.is_called_away
 
     @property
     def holder(self) -> GenerationMember:

@@ -78,9 +78,9 @@ class Boundary:
     def _change_wanted(self) -> str | None:
         """Reason why another plan is wanted at the next boundary; None if none is."""
         members, excluded = self._parts.members, self._parts.blame.excluded
-        leaving = [worker for worker in members.placed if members.is_leaving(worker)]
-        if leaving:
-            return f"{', '.join(leaving)} leaving"
+        going = [worker for worker in members.placed if members.is_going(worker)]
+        if going:
+            return f"{', '.join(going)} leaving"
         if banned := [worker for worker in members.placed if worker in excluded]:
             return f"without {', '.join(banned)}: {excluded[banned[0]]}"
         return self._parts.improving.wish

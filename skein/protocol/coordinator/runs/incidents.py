@@ -89,7 +89,7 @@ class Incidents(RunPart):
     def _record(self, kind: IncidentKind, *, now: float) -> None:
         incident = Incident(
             job=self._job.job,
-            generation=self._out.history.generation,
+            generation=self._job.generation,
             step=self._version,
             kind=kind,
             workers=tuple(sorted(self._workers)),

@@ -25,19 +25,19 @@ from skein.protocol.coordinator.runs.workers.blame import Blame
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import JobHistory
 from skein.protocol.membership.absence import Absence
-from skein.protocol.membership.membership import Entry, Lost, Membership
+from skein.protocol.membership.membership import Entry, Lost
 from skein.protocol.messages.directives import StepRecord
 from skein.topology.fleet import Link
 from skein.types import WorkerId
 
 
 class Parts:
-    """The parts of one run. They read who is live from `membership` and write to `out`."""
+    """The parts of one run. They read which of its workers are `live`, and write to `out`."""
 
     def __init__(
         self,
         job: JobHistory,
-        membership: Membership,
+        live: Mapping[WorkerId, Entry],
         absence: Absence,
         outbox: Outbox,
         links: Mapping[tuple[WorkerId, WorkerId], Link],
@@ -46,10 +46,10 @@ class Parts:
         now: float,
     ) -> None:
         self.job = job
-        self.live = membership.live
+        self.live = live
         self.out = outbox
         self.measured = measured
-        self.members = members = Members(job, membership, outbox)
+        self.members = members = Members(job, live, outbox)
         self.gathering = Gathering(members, now=now)
         self.blame = Blame(members)
         self.storage = Storage(members, self.blame, self.gathering)
@@ -98,7 +98,7 @@ class Parts:
 
     def candidates(self) -> list[Entry]:
         """Workers that may be given work, by id."""
-        return [entry for entry in self.holders() if not entry.is_leaving]
+        return [entry for entry in self.holders() if not entry.is_going]
 
     def holders(self) -> list[Entry]:
         """Workers whose part of a step in progress counts, by id: also those that want to go when it is over."""

@@ -6,6 +6,7 @@ Rules of this file
 - What belongs to another generation is dropped, unless it is as true under the present one.
 """
 
+from collections.abc import Collection
 from typing import assert_never
 
 from skein.plan.plan import Plan
@@ -57,12 +58,21 @@ class Run:
                 if is_missed:
                     self._fence.open(f"lost {change.worker} ({change.reason})", now=now)
             case membership.IsLeaving():
-                if not self._course.depends_on(change.worker) and not self._course.is_to_fence():
+                if self.may_spare(change.worker):
                     self._parts.members.let_go(change.worker)
             case membership.Rejected():
                 pass
             case _:
                 assert_never(change)
+        self.tick(now=now)
+
+    def may_spare(self, worker: WorkerId) -> bool:
+        """Whether nothing here depends on a worker, now or in what is about to be tried."""
+        return not self._course.depends_on(worker) and not self._course.is_to_fence()
+
+    def released(self, change: membership.Lost, *, now: float) -> None:
+        """A worker that could be spared is with another run from now on."""
+        self._parts.lost(change, is_missed=False, now=now)
         self.tick(now=now)
 
     def _joined(self, worker: WorkerId, *, now: float) -> None:
@@ -77,6 +87,8 @@ class Run:
         if entry is not None and entry.progressed_at == now:
             parts.vigil.moved(now=now)
         match report:
+            case reports.Prefetched() | reports.DataOpened() if report.job != self.job.job:
+                pass  # Of a run that the worker has left.
             case reports.Beat():
                 parts.vigil.beat(worker, report)
             case reports.Prefetched():
@@ -95,7 +107,7 @@ class Run:
                 self.tick(now=now)
             case reports.Hello() | reports.LinksMeasured() | reports.SpeedMeasured() | reports.Leaving():
                 pass  # Of no run.
-            case _ if report.generation != parts.out.history.generation or worker not in parts.members:
+            case _ if report.generation != self.job.generation or worker not in parts.members:
                 pass  # Of another generation.
             case reports.Ack():
                 self._fence.acknowledged(worker, report, now=now)
@@ -216,6 +228,11 @@ class Run:
         return min(parts.stepping.grace_ends_at(), parts.vigil.barks_at(self.plan))
 
     # --- for others to see ---
+
+    @property
+    def excluded(self) -> Collection[WorkerId]:
+        """Workers that get no more work here."""
+        return self._parts.blame.excluded
 
     @property
     def phase(self) -> phases.RunPhase:

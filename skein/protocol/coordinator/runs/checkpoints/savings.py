@@ -98,7 +98,7 @@ class Savings(RunPart):
         parts_by_worker = self._parts(plan, main)
         asked = [part for parts in parts_by_worker.values() for part in parts]
         stages = tuple(stage.index for stage in plan.stages)
-        generation, version = self._out.history.generation, self._job.version
+        generation, version = self._job.generation, self._job.version
         self.expect(generation, version, stages, num_walkers=len(asked) // len(stages))
         self._awaited = (plan, main) if is_awaited else None
         self._failed.clear()
@@ -133,13 +133,13 @@ class Savings(RunPart):
 
     def _shared_out(self, plan: Plan) -> dict[WorkerId, list[_Part]]:
         """The parts of the only walker, among the holders of its stages."""
-        is_leaving = self._members.is_leaving
+        is_going = self._members.is_going
         parts_by_worker: dict[WorkerId, list[_Part]] = {}
         for stage in plan.stages:
             holder = min(
                 plan.holders(stage.index),
                 key=lambda w: (
-                    is_leaving(w),
+                    is_going(w),
                     self._failed.get((stage.index, 0)) == w,
                     len(parts_by_worker.get(w, ())),
                 ),
@@ -221,7 +221,7 @@ class Savings(RunPart):
     def _not_finished(self, event: ManifestWritten, error: str, *, now: float) -> None:
         """Have the holders write an awaited checkpoint anew, later, for it was not completed; give up any other."""
         version = event.checkpoint.version
-        asking = (self._out.history.generation, version)
+        asking = (self._job.generation, version)
         self._tell(version, f"was not completed: {error}")
         if self._awaited is None or not self._is_awaited(asking):
             self._give_up(asking, now=now)
@@ -232,7 +232,7 @@ class Savings(RunPart):
         self._missing[asking], self._files[asking] = set(parts), {}
 
     def _is_awaited(self, asking: _Asking) -> bool:
-        return self._awaited is not None and asking == (self._out.history.generation, self._job.version)
+        return self._awaited is not None and asking == (self._job.generation, self._job.version)
 
     def _give_up(self, asking: _Asking, *, now: float) -> None:
         """Steps went on meanwhile: a newer version is saved in its place."""

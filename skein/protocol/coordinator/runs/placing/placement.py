@@ -124,6 +124,7 @@ class Placement(RunPart):
         self.awaited = self._out.next_request()
         asked = MakePlan(
             request=self.awaited,
+            run=self._job.job,
             job=self._job.spec,
             fleet=fleet,
             previous=previous,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import GenerationMember, GenerationOpened
-from skein.protocol.membership.membership import Entry, Membership
+from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.directives import Assign, ChunkVersion, Directive, Dismiss, Member, NewGeneration
 from skein.protocol.messages.reports import Ack, ChunksReady, Prefetched
 from skein.topology.fleet import Fleet
@@ -21,24 +21,20 @@ class Members:
     `placed` are those of them that the plan uses, sorted.
     """
 
-    def __init__(self, job: JobHistory, membership: Membership, outbox: Outbox) -> None:
+    def __init__(self, job: JobHistory, live: Mapping[WorkerId, Entry], outbox: Outbox) -> None:
         self.acks: dict[WorkerId, Ack] = {}
         self.ready: dict[WorkerId, ChunksReady] = {}
         self.placed: dict[WorkerId, None] = {}
         self.keepers: dict[GenerationMember, tuple[ChunkVersion, ...]] = {}
         """Processes that have told of copies in their memory, here or not, and of which."""
         self.job = job
-        self._membership = membership
+        self.live = live
+        """Workers of the run that are not lost, members or not."""
         self.out = outbox
         self._entries: dict[WorkerId, Entry] = {}
 
     def __contains__(self, worker: WorkerId) -> bool:
         return worker in self._entries
-
-    @property
-    def live(self) -> Mapping[WorkerId, Entry]:
-        """Workers that are not lost, members or not."""
-        return self._membership.live
 
     def is_this(self, entry: Entry) -> bool:
         """Whether this very process is a member, not another of its name."""
@@ -71,7 +67,7 @@ class Members:
     def open_generation(self, reason: str, *, now: float) -> Generation:
         """Record a generation of all who are live, and fence whatever is older."""
         history = self.out.history
-        self._entries = dict(sorted(self._membership.live.items()))
+        self._entries = dict(sorted(self.live.items()))
         self.acks.clear()
         self.ready.clear()
         generation = Generation(history.generation + 1)
@@ -136,7 +132,7 @@ class Members:
     @property
     def fleet(self) -> Fleet:
         """Members that stay, as they were when they joined."""
-        entries = (entry for entry in self._entries.values() if not entry.is_leaving)
+        entries = (entry for entry in self._entries.values() if not entry.is_going)
         return Fleet(workers=tuple(entry.fleet_worker for entry in entries), links=())
 
     def entries_of(self, workers: Sequence[WorkerId]) -> list[Entry]:
@@ -147,17 +143,18 @@ class Members:
 
     def donor(self, worker: WorkerId) -> Member:
         """Address and door of a member, for those who are to fetch from it."""
-        return self.out.as_donor(self._entries[worker].member)
+        return self.out.as_donor(self._entries[worker].member, self.job.generation)
 
     def tell(self, directive: Directive, worker: WorkerId) -> None:
         """To anybody who is live, member or not."""
-        entry = self._membership.live.get(worker)
+        entry = self.live.get(worker)
         if entry is not None:
-            self.out.send(directive, entry.process)
+            self.out.send(directive, entry.process, generation=self.job.generation)
 
     def send(self, directive: Directive, *workers: WorkerId) -> None:
         """To these members."""
-        self.out.send(directive, *(self._entries[worker].process for worker in workers))
+        processes = [self._entries[worker].process for worker in workers]
+        self.out.send(directive, *processes, generation=self.job.generation)
 
     def send_placed(self, directive: Directive) -> None:
         """To every worker of the plan."""
@@ -185,11 +182,11 @@ class Members:
 
     def let_leaving_go(self) -> None:
         """Let all leaving workers go: nothing depends on anybody."""
-        self._dismiss(entry for entry in self.live.values() if entry.is_leaving)
+        self._dismiss(entry for entry in self.live.values() if entry.is_going)
 
-    def is_leaving(self, worker: WorkerId) -> bool:
-        """Whether a member wants to go."""
-        return self._entries[worker].is_leaving
+    def is_going(self, worker: WorkerId) -> bool:
+        """Whether a member wants to go, or is wanted elsewhere."""
+        return self._entries[worker].is_going
 
     def _dismiss(self, entries: Iterable[Entry]) -> None:
         for entry in entries:

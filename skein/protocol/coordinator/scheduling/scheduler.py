@@ -1,0 +1,322 @@
+"""The scheduler: which jobs have a run, and which workers each run has. It asks the rule, and carries out its answer.
+
+Rules of this file
+- A worker goes from one run to another at the end of a step, as one that is drained does: its run plans without it,
+  lets it go, and only then it is anybody else's. So it holds nothing of the first when the second gets it.
+- A process that comes back goes back to the run that had it last.
+- After a loss, and after a start of the coordinator, nobody is moved for a while: who is away may come back.
+- One job that takes whatever there is has everybody, as if there were no scheduler.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from math import inf
+
+from skein.config.job import JobSpec
+from skein.protocol.coordinator import lifecycle
+from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.placing.planning import num_wanted
+from skein.protocol.coordinator.runs.run import Run
+from skein.protocol.coordinator.scheduling.crews import Crews
+from skein.protocol.coordinator.scheduling.fitting import Fitting
+from skein.protocol.coordinator.scheduling.sharing import JobAsk, Shares, WorkerStand, share
+from skein.protocol.log.history import JobHistory
+from skein.protocol.membership import membership
+from skein.protocol.messages.directives import Dismiss
+from skein.types import Incarnation, JobId, WorkerId
+
+SETTLE_S = 5.0
+"""Seconds after a loss, or a start of the coordinator, in which no worker is moved."""
+LOOK_S = 1.0
+"""Seconds between two looks at who should be where, while nothing tells of a change."""
+HALF_LIFE_S = 86400.0
+"""Seconds in which what a namespace has used comes to count half as much."""
+_MOVED = "is with another job"
+
+Live = Mapping[WorkerId, membership.Entry]
+Begin = Callable[[JobHistory, Live, float], Run]
+
+
+class Scheduler:
+    """Runs of a coordinator and their crews. `begin` makes the run of a job, with its crew, at a time."""
+
+    def __init__(self, live: Live, outbox: Outbox, begin: Begin) -> None:
+        self.runs: dict[JobId, Run] = {}
+        self.waits: dict[JobId, str] = {}
+        """Jobs that wait for workers, each with what it waits for."""
+        self._live = live
+        self._out = outbox
+        self._begin = begin
+        self._crews = Crews()
+        self._fitting = Fitting(live)
+        self._is_started = False
+        self._is_changed = True
+        self._looks_at = 0.0
+        self._settles_at = 0.0
+
+    def run_of(self, worker: WorkerId) -> Run | None:
+        """The run that a worker is with."""
+        job = self._crews.owner(worker)
+        return None if job is None else self.runs[job]
+
+    def crew(self, job: JobId) -> tuple[WorkerId, ...]:
+        """Workers that are with the run of a job, sorted."""
+        return tuple(sorted(self._crews.of(job)))
+
+    def deadline(self) -> float | None:
+        """Time at which `look` is wanted next; None: it is not."""
+        return self._looks_at if self._has_choice() else None
+
+    # --- what happens ---
+
+    def asked(self) -> None:
+        """A client wants something, which may decide who should be where."""
+        self._is_changed = True
+
+    def changed(self, change: membership.MembershipChange, *, now: float) -> Run | None:
+        """A worker came, went or wants to go; gives the run that is to hear of it."""
+        self._is_changed = True
+        worker = change.worker
+        match change:
+            case membership.IncarnationJoined():
+                self._joined(worker)
+            case membership.Lost():
+                return self._lost(worker, now=now)
+            case _:
+                pass
+        return self.run_of(worker)
+
+    def _joined(self, worker: WorkerId) -> None:
+        """A worker is with the run that had it last, or is free."""
+        job = self._home(self._live[worker].hello.incarnation)
+        if job is not None:
+            self._crews.take(job, self._live[worker])
+
+    def _home(self, incarnation: Incarnation) -> JobId | None:
+        had = [
+            run.job
+            for run in self.runs.values()
+            if any(x.incarnation == incarnation for x in run.job.members)
+        ]
+        newest = max(had, key=lambda job: job.generation, default=None)
+        if newest is None:
+            return next(iter(self.runs), None) if not self._has_choice() else None
+        return newest.job
+
+    def _lost(self, worker: WorkerId, *, now: float) -> Run | None:
+        """A worker is gone; gives the run that it was with."""
+        if now >= self._settles_at:
+            self._settles_at = now + SETTLE_S
+        job = self._crews.lose(worker)
+        return None if job is None else self.runs[job]
+
+    # --- what should be ---
+
+    def look(self, *, now: float) -> None:
+        """Begin the runs of jobs whose turn it is, and have workers go where they should be."""
+        self._forget_ended()
+        self._begin_at_once(now=now)
+        if not self._has_choice():
+            self.waits.clear()
+            self._have_all(now=now)
+            return
+        while self._is_changed or now >= self._looks_at:
+            self._is_changed, self._looks_at = False, now + LOOK_S
+            self._put(share(self._asks(now=now), self._stands()), now=now)
+            self._forget_ended()
+        self._release(now=now)
+
+    def _forget_ended(self) -> None:
+        for job in [job for job, run in self.runs.items() if run.has_ended]:
+            del self.runs[job]
+            self._crews.close(job)
+            self._is_changed = True
+
+    def _pending(self) -> list[JobHistory]:
+        return self._out.history.pending()
+
+    def _has_choice(self) -> bool:
+        """Whether there is anything to decide: several jobs, or one that does not take everybody."""
+        pending = self._pending()
+        return len(pending) > 1 or any(not _takes_all(job.spec) for job in pending)
+
+    def _begin_at_once(self, *, now: float) -> None:
+        """Begin what an earlier coordinator had begun, what is to end, and the first job if none is under way."""
+        if not self._is_started:
+            self._is_started = True
+            self._settles_at = now + SETTLE_S if self._pending() else 0.0
+            for job in self._pending():
+                if job.members:
+                    self._start(job, (), now=now)
+        for job in self._pending():
+            if job.halt is not None and job.job not in self.runs:
+                self._start(job, (), now=now)
+        while not self.runs and (waiting := self._pending()):
+            first = min(waiting, key=lambda job: -job.spec.priority)
+            free = () if self._has_choice() else tuple(self._live)
+            self._start(first, free, now=now)
+
+    def _start(self, job: JobHistory, workers: tuple[WorkerId, ...], *, now: float) -> None:
+        """Begin the run of a job with these free workers, unless what it begins with is no more."""
+        if lifecycle.end_unbegun(job, self._out.history, self._out, now=now):
+            return
+        crew = self._crews.open(job.job)
+        for worker in workers:
+            self._crews.take(job.job, self._live[worker])
+        run = self.runs[job.job] = self._begin(job, crew, now)
+        for worker in workers:
+            run.met(worker)
+        run.tick(now=now)
+        self._forget_ended()
+
+    def _have_all(self, *, now: float) -> None:
+        """Give the only run everybody who is free."""
+        for job, run in self.runs.items():
+            for worker in self._crews.called:
+                self._crews.keep(self._live[worker])
+            for worker in [worker for worker in self._live if self._crews.owner(worker) is None]:
+                self._take(job, run, worker, now=now)
+
+    def _take(self, job: JobId, run: Run, worker: WorkerId, *, now: float) -> None:
+        entry = self._live[worker]
+        self._crews.take(job, entry)
+        run.changed(membership.IncarnationJoined(worker=worker), now=now)
+        if entry.is_leaving:
+            run.changed(membership.IsLeaving(worker=worker), now=now)
+
+    # --- facts ---
+
+    def _asks(self, *, now: float) -> list[JobAsk]:
+        used_s: Counter[str] = Counter()
+        for job in self._out.history.jobs.values():
+            used_s[job.namespace] += job.worker_s * 0.5 ** (max(0.0, now - job.last_wall_s) / HALF_LIFE_S)
+        return [self._ask(job, number, used_s[job.namespace]) for number, job in enumerate(self._pending())]
+
+    def _ask(self, job: JobHistory, number: int, used_s: float) -> JobAsk:
+        spec, run = job.spec, self.runs.get(job.job)
+        may_use = self._may_use(job.job, spec)
+        least = num_least(spec, len(may_use))
+        return JobAsk(
+            job=job.job,
+            number=number,
+            namespace=job.namespace,
+            priority=spec.priority,
+            used_s=used_s,
+            is_active=run is not None,
+            num_least=least,
+            num_useful=max(least, num_wanted(spec.parallel)),
+            num_most=spec.resources.max_workers or len(self._live),
+            may_use=may_use,
+            fits=lambda workers: self._fitting.lacks(job, workers) is None,
+        )
+
+    def _may_use(self, job: JobId, spec: JobSpec) -> frozenset[WorkerId]:
+        sites, run = spec.resources.sites, self.runs.get(job)
+        excluded = () if run is None else run.excluded
+        return frozenset(
+            worker
+            for worker, entry in self._live.items()
+            if not entry.is_leaving and worker not in excluded and (not sites or entry.hello.site in sites)
+        )
+
+    def _stands(self) -> list[WorkerStand]:
+        plans = [run.plan for run in self.runs.values() if run.plan is not None]
+        places: dict[WorkerId, int] = {}
+        for holders in [plan.holders(stage.index) for plan in plans for stage in plan.stages]:
+            for place, worker in enumerate(holders):
+                places[worker] = min(place, places.get(worker, place))
+        return [
+            WorkerStand(
+                worker=worker,
+                owner=owner,
+                place=places.get(worker, inf),
+                bound_for=self._crews.bound_for(worker),
+            )
+            for worker in sorted(self._live)
+            if not self._live[worker].is_leaving
+            for owner in (self._crews.owner(worker),)
+        ]
+
+    # --- carrying it out ---
+
+    def _put(self, shares: Shares, *, now: float) -> None:
+        """Have everybody go where the rule wants them, as far as they may now."""
+        for job in [job for job in self._pending() if job.job not in self.runs]:
+            self._start_with_gang(job, shares, now=now)
+        for worker, wanted in shares.by_worker.items():
+            owner = self._crews.owner(worker)
+            if owner is None:
+                if wanted is not None and wanted in self.runs:
+                    self._take(wanted, self.runs[wanted], worker, now=now)
+            elif owner == wanted:
+                self._crews.keep(self._live[worker])
+            elif now >= self._settles_at:
+                self._call(worker, self.runs[owner], wanted, now=now)
+
+    def _start_with_gang(self, job: JobHistory, shares: Shares, *, now: float) -> None:
+        """Begin a job if all of a gang is free; else say what it waits for."""
+        wanted = shares.of(job.job)
+        free = frozenset(worker for worker in wanted if self._crews.owner(worker) is None)
+        least = num_least(job.spec, len(self._may_use(job.job, job.spec)))
+        if len(free) >= least and free and self._fitting.lacks(job, free) is None:
+            self.waits.pop(job.job, None)
+            self._start(job, tuple(worker for worker in self._live if worker in free), now=now)
+        else:
+            self.waits[job.job] = self._why(job, wanted - free, least)
+
+    def _why(self, job: JobHistory, coming: frozenset[WorkerId], least: int) -> str:
+        """Reason why a job has no run yet, in words."""
+        may_use, sites = self._may_use(job.job, job.spec), job.spec.resources.sites
+        where = f" at {' or '.join(sites)}" if sites else ""
+        if coming:
+            return f"waiting for {', '.join(sorted(coming))} to end a step of another job"
+        if len(may_use) < least or not may_use:
+            return f"waiting for workers: it wants {least} at least{where}, and {len(may_use)} are here"
+        if (lacking := self._fitting.lacks(job, may_use)) is not None:
+            return f"waiting for other workers{where}: {lacking}"
+        others = ", ".join(self.runs)
+        return f"waiting for {others}: it wants {least} of {len(may_use)} workers{where} at least, and they keep theirs"
+
+    def _call(self, worker: WorkerId, run: Run, job: JobId | None, *, now: float) -> None:
+        """Call a worker away from its run, for another job or none."""
+        if self._crews.call(self._live[worker], job):
+            self._out.log(f"worker={worker} is to go to {job or 'nobody'}", job=run.job.job)
+            run.changed(membership.IsLeaving(worker=worker), now=now)
+
+    def _release(self, *, now: float) -> None:
+        """Free those that were called away, once their runs can spare them."""
+        released = [x for x in self._crews.called if (run := self.run_of(x)) is None or run.may_spare(x)]
+        for worker in released:
+            entry, run = self._live[worker], self.run_of(worker)
+            assert run is not None
+            self._out.send(Dismiss(job=run.job.job, may_exit=entry.is_leaving), entry.process)
+            self._crews.lose(worker)
+            gone = membership.Lost(
+                worker=worker,
+                incarnation=entry.hello.incarnation,
+                reason=_MOVED,
+                silent_s=0.0,
+                is_final=False,
+            )
+            run.released(gone, now=now)
+        if released:
+            self._is_changed = True
+            self.look(now=now)
+
+
+def num_least(spec: JobSpec, num_here: int) -> int:
+    """Workers without which a job does not start, and below which it is not shrunk, where so many could be used.
+
+    Replicas that are walkers of their own would end with their workers, so none is taken from them.
+    """
+    if spec.resources.min_workers is not None:
+        return spec.resources.min_workers
+    parallel, walkers = spec.parallel, spec.aggregation.walkers
+    whole = parallel.stages if walkers.have_equal_holders else num_wanted(parallel)
+    most = spec.resources.max_workers or whole
+    return max(1, min(whole, most, num_here))
+
+
+def _takes_all(spec: JobSpec) -> bool:
+    limits = spec.resources
+    return limits.min_workers is None and limits.max_workers is None and not limits.sites

@@ -1,0 +1,181 @@
+"""The rule by which jobs share workers: which jobs have their gang, and which workers each should have.
+
+Rules of this file
+- A job starts with its gang: as many workers as it asks for at least, on which a plan of it exists; not before.
+- Higher priorities first: to what their plans use, then lower ones. A job that works keeps its gang, unless one of a
+  higher priority cannot have its own otherwise.
+- Among equals everybody first has a gang, those that work before those that wait; of those that wait, jobs of
+  namespaces that have worked less come first, then older ones. What is left is shared evenly, between namespaces and
+  then between their jobs, up to what plans use. Who waits behind a job that does not fit may start before it.
+- Workers that no plan uses stay where they are, or stand by for whoever has the fewest.
+- Of equal choices the one that moves fewer workers is taken; the same question has the same answer.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from skein.types import JobId, WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobAsk:
+    """Wish of a job for workers.
+
+    `num_least` is its gang, `num_useful` what plans of it use, `num_most` what it may have. `may_use` are the workers
+    that it may be given at all; `fits` says whether a plan of it exists on some. `used_s` are the worker seconds of its
+    namespace, `number` counts jobs as they were submitted.
+    """
+
+    job: JobId
+    number: int
+    namespace: str = "default"
+    priority: int = 0
+    used_s: float = 0.0
+    is_active: bool
+    num_least: int
+    num_useful: int
+    num_most: float = inf
+    may_use: frozenset[WorkerId]
+    fits: Callable[[frozenset[WorkerId]], bool] = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStand:
+    """Standing of a worker: whose it is, and for whom it was called away.
+
+    `place` is its number among the holders of its stage in that job's plan, infinite if no plan uses it: the
+    first of all stages are a whole copy, which a job keeps.
+    """
+
+    worker: WorkerId
+    owner: JobId | None
+    place: float = inf
+    bound_for: JobId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Answer of the rule: the job that each worker should be with, None for nobody, and the jobs without a gang."""
+
+    by_worker: Mapping[WorkerId, JobId | None]
+    without: frozenset[JobId]
+
+    def of(self, job: JobId) -> frozenset[WorkerId]:
+        """Workers that a job should have."""
+        return frozenset(worker for worker, owner in self.by_worker.items() if owner == job)
+
+
+def share(asks: Sequence[JobAsk], workers: Iterable[WorkerStand]) -> Shares:
+    """Shares of workers that jobs should have, by the rules of this file."""
+    return _Sharing(asks, workers).result()
+
+
+class _Sharing:
+    def __init__(self, asks: Sequence[JobAsk], workers: Iterable[WorkerStand]) -> None:
+        self._asks = sorted(asks, key=lambda ask: (-ask.priority, ask.number))
+        self._workers = {stand.worker: stand for stand in workers}
+        self._num_wanting = Counter(worker for ask in asks for worker in ask.may_use)
+        self._given: dict[WorkerId, JobAsk] = {}
+        self._counts: Counter[JobId] = Counter()
+        self._has_gang: set[JobId] = set()
+
+    def result(self) -> Shares:
+        for priority in sorted({ask.priority for ask in self._asks}, reverse=True):
+            equals = [ask for ask in self._asks if ask.priority == priority]
+            for ask in self._in_order(equals):
+                self._give_gang(ask)
+            # Who works below keeps its gang from those above that have theirs, before these get more.
+            for ask in self._in_order([x for x in self._asks if x.priority < priority and x.is_active]):
+                self._give_gang(ask)
+            self._spread(self._with_gang(equals), lambda ask: min(ask.num_useful, ask.num_most))
+        self._leave_rest()
+        by_worker = {worker: self._given.get(worker) for worker in self._workers}
+        return Shares(
+            by_worker={w: None if ask is None else ask.job for w, ask in by_worker.items()},
+            without=frozenset(ask.job for ask in self._asks if ask.job not in self._has_gang),
+        )
+
+    def _in_order(self, asks: Iterable[JobAsk]) -> list[JobAsk]:
+        """Order in which jobs get their gangs: those that have one already, those that lost part of it, new ones."""
+
+        def place(ask: JobAsk) -> tuple[object, ...]:
+            has_one = ask.is_active and self._gang(ask, self._own(ask)) is not None
+            return -ask.priority, not has_one, not ask.is_active, ask.used_s, ask.number
+
+        return sorted(asks, key=place)
+
+    def _own(self, ask: JobAsk) -> list[WorkerId]:
+        return [worker for worker in self._free(ask) if self._workers[worker].owner == ask.job]
+
+    def _free(self, ask: JobAsk) -> list[WorkerId]:
+        """Workers that a job may have and nobody was given, the ones that cost least to move first."""
+
+        def cost(worker: WorkerId) -> tuple[object, ...]:
+            stand = self._workers[worker]
+            is_own = stand.owner == ask.job
+            return (
+                not is_own,
+                stand.place if is_own else 0.0,
+                stand.owner is not None and stand.bound_for != ask.job,
+                0.0 if is_own or stand.owner is None else -stand.place,
+                self._num_wanting[worker],
+                worker,
+            )
+
+        return sorted(ask.may_use & self._workers.keys() - self._given.keys(), key=cost)
+
+    def _gang(self, ask: JobAsk, workers: Sequence[WorkerId]) -> Sequence[WorkerId] | None:
+        """The first of these on which a plan exists, no fewer than the job asks for; None if all are too few."""
+        for size in range(max(1, ask.num_least), len(workers) + 1):
+            if size > ask.num_most:
+                break
+            if ask.fits(frozenset(workers[:size])):
+                return workers[:size]
+        return None
+
+    def _give_gang(self, ask: JobAsk) -> None:
+        if ask.job in self._has_gang:
+            return
+        gang = self._gang(ask, self._free(ask))
+        if gang is not None:
+            self._has_gang.add(ask.job)
+            for worker in gang:
+                self._give(ask, worker)
+
+    def _give(self, ask: JobAsk, worker: WorkerId) -> None:
+        self._given[worker] = ask
+        self._counts[ask.job] += 1
+
+    def _with_gang(self, asks: Iterable[JobAsk]) -> list[JobAsk]:
+        return [ask for ask in asks if ask.job in self._has_gang]
+
+    def _spread(self, asks: Collection[JobAsk], most: Callable[[JobAsk], float]) -> None:
+        """Give workers one by one to the job that has the fewest, of the namespace that has the fewest."""
+        while True:
+            open_to = [ask for ask in asks if self._counts[ask.job] < most(ask) and self._free(ask)]
+            if not open_to:
+                return
+            by_namespace: Counter[str] = Counter()
+            for ask in self._given.values():
+                by_namespace[ask.namespace] += 1
+            ask = min(
+                open_to,
+                key=lambda x: (by_namespace[x.namespace], self._counts[x.job], -len(self._own(x)), x.number),
+            )
+            self._give(ask, self._free(ask)[0])
+
+    def _leave_rest(self) -> None:
+        """Leave workers that nobody needs with the job that they are with, or have them stand by for another."""
+        owners = {worker: stand.owner for worker, stand in self._workers.items()}
+        lost = {owners[w] for w, ask in self._given.items() if owners[w] != ask.job}
+        # Of a job that has lost its gang to others nobody is kept: it is saved, and waits.
+        keeping = {ask.job: ask for ask in self._asks if ask.job in self._has_gang or ask.job not in lost}
+        for worker, owner in sorted(owners.items()):
+            ask = None if owner is None or worker in self._given else keeping.get(owner)
+            if ask is not None and self._counts[ask.job] < ask.num_most:
+                self._give(ask, worker)
+        self._spread(self._with_gang(self._asks), lambda ask: ask.num_most)
+        # Who has no gang yet may be told by those who are here what it lacks.
+        self._spread([ask for ask in keeping.values() if ask.is_active], lambda ask: ask.num_most)

@@ -1,0 +1,115 @@
+"""Several jobs beside each other at one coordinator, each with its own crew."""
+
+from skein.config.resources import ResourcesSpec
+from skein.protocol.coordinator.coordinator_io import CancelAsked, Send
+from skein.protocol.coordinator.runs.gathering import GATHER_S
+from skein.protocol.deadline import TimePassed
+from skein.protocol.log.records import GenerationOpened
+from skein.protocol.messages.directives import Dismiss, NewGeneration, Save
+from skein.types import JobId, JobState
+from tests.support.desk import Desk
+from tests.support.plans import grid_plan
+from tests.support.runs import PAIRS, PAIRS_SPEC, PLAN, SPEC, later, stepping
+
+FIRST, SECOND = JobId("small-1"), JobId("small-2")
+
+
+def crews(desk: Desk) -> dict[str, tuple[str, ...]]:
+    return {job: run.crew for job, run in desk.machine.view.runs.items()}
+
+
+def test_a_second_job_begins_on_workers_that_the_first_does_not_use() -> None:
+    desk = stepping()
+    desk.join("x", "y")
+    desk.submit(SPEC, key="b")
+    assert crews(desk) == {FIRST: ("w0a", "w1a"), SECOND: ("x", "y")}
+    assert {fence.job for fence in desk.told(NewGeneration).values()} == {SECOND}
+    assert desk.machine.view.state_of(FIRST) is JobState.RUNNING
+
+
+def test_a_second_job_gets_its_share_at_the_end_of_a_step() -> None:
+    desk = stepping(PAIRS_SPEC, PAIRS)
+    desk.submit(PAIRS_SPEC, key="b")
+    assert desk.machine.view.state_of(SECOND) is JobState.PENDING
+    assert desk.machine.view.reason_of(SECOND) == "waiting for w0b, w1b to end a step of another job"
+    assert not desk.told(NewGeneration)
+    desk.step(PAIRS)
+    [opened] = desk.recorded(GenerationOpened)
+    assert opened.reason == "w0b, w1b leaving"
+
+
+def test_a_crew_that_is_moved_is_free_of_the_first_job_before_the_second_begins() -> None:
+    desk = stepping(PAIRS_SPEC, PAIRS)
+    desk.submit(PAIRS_SPEC, key="b")
+    desk.step(PAIRS)
+    desk.acknowledge(desk.live, {w: [(PAIRS.stages[int(w[1])], 1)] for w in desk.live})
+    small = grid_plan(stages=2, replicas=1, num_microbatches=4)
+    desk.plan(small)
+    commands = desk.ready(small.workers)
+    later(desk, GATHER_S)
+    told = [
+        (c.worker, type(c.directive), c.directive.job)
+        for c in [*commands, *desk.commands]
+        if isinstance(c, Send) and isinstance(c.directive, Dismiss | NewGeneration)
+    ]
+    mine = [(kind, job) for worker, kind, job in told if worker == "w0b"]
+    assert mine.index((Dismiss, FIRST)) < mine.index((NewGeneration, SECOND))
+    assert crews(desk) == {FIRST: ("w0a", "w1a"), SECOND: ("w0b", "w1b")}
+    assert desk.machine.view.state_of(FIRST) is JobState.RUNNING
+    # What they held of the first job nobody looks for any more.
+    holders = desk.machine.history.jobs[FIRST].may_hold
+    assert {member.worker for member in holders} == {"w0a", "w1a"}
+
+
+def test_each_job_has_a_generation_of_its_own_and_a_loss_in_one_changes_nothing_of_the_other() -> None:
+    desk = stepping()
+    desk.join("x", "y")
+    desk.submit(SPEC, key="b")
+    first, second = (desk.machine.history.jobs[job] for job in (FIRST, SECOND))
+    assert first.generation < second.generation
+    desk.break_stream("y")
+    assert [x.job for x in desk.recorded(GenerationOpened)] == [SECOND]
+    desk.step(PLAN)
+    assert first.version == 1
+
+
+def test_when_a_job_ends_its_workers_go_to_who_is_left() -> None:
+    desk = stepping()
+    desk.join("x", "y")
+    desk.submit(SPEC, key="b")
+    desk.give(CancelAsked(job=SECOND, discards=True))
+    assert crews(desk) == {FIRST: ("w0a", "w1a", "x", "y")}
+
+
+def test_after_a_restart_everybody_goes_back_to_the_job_that_had_it() -> None:
+    desk = stepping()
+    desk.join("x", "y")
+    desk.submit(SPEC, key="b")
+    again = Desk(desk.log)
+    again.give(TimePassed())
+    assert set(again.machine.view.runs) == {FIRST, SECOND}
+    again.join("y", "w1a", "x", "w0a")
+    assert crews(again) == {FIRST: ("w0a", "w1a"), SECOND: ("x", "y")}
+
+
+def test_a_job_of_a_higher_priority_has_the_other_saved_and_wait() -> None:
+    desk = stepping()
+    desk.submit(SPEC.model_copy(update={"priority": 1}), key="b")
+    desk.step(PLAN)
+    assert desk.told(Save)
+    desk.save()
+    later(desk, 2.0)
+    assert crews(desk)[SECOND] == ("w0a", "w1a")
+    assert desk.machine.view.state_of(FIRST) is JobState.PAUSED
+    assert desk.machine.history.jobs[FIRST].newest_checkpoint is not None
+
+
+def test_a_job_that_wants_more_workers_than_are_here_says_so() -> None:
+    desk = stepping()
+    wanting = SPEC.model_copy(update={"resources": ResourcesSpec(min_workers=3)})
+    desk.submit(wanting, key="b")
+    assert desk.machine.view.reason_of(SECOND) == "waiting for workers: it wants 3 at least, and 2 are here"
+    elsewhere = SPEC.model_copy(update={"resources": ResourcesSpec(sites=("moon",))})
+    third = desk.submit(elsewhere, key="c")
+    reason = "waiting for workers: it wants 1 at least at moon, and 0 are here"
+    assert desk.machine.view.reason_of(third) == reason

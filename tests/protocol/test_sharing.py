@@ -1,0 +1,187 @@
+"""The rule by which jobs share workers."""
+
+from collections.abc import Iterable, Mapping
+from math import inf
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skein.protocol.coordinator.scheduling.sharing import JobAsk, WorkerStand, share
+from skein.types import JobId, WorkerId
+
+EIGHT = tuple(WorkerId(f"w{i}") for i in range(8))
+
+
+def ask(
+    job: str,
+    number: int = 0,
+    *,
+    least: int = 2,
+    useful: int = 4,
+    most: float = inf,
+    priority: int = 0,
+    namespace: str = "default",
+    used_s: float = 0.0,
+    is_active: bool = False,
+    may_use: Iterable[WorkerId] = EIGHT,
+    needs: int = 0,
+) -> JobAsk:
+    return JobAsk(
+        job=JobId(job),
+        number=number,
+        namespace=namespace,
+        priority=priority,
+        used_s=used_s,
+        is_active=is_active,
+        num_least=least,
+        num_useful=useful,
+        num_most=most,
+        may_use=frozenset(may_use),
+        fits=lambda workers: len(workers) >= needs,
+    )
+
+
+def stands(owners: Mapping[str, str], workers: Iterable[WorkerId] = EIGHT) -> list[WorkerStand]:
+    """All workers, those of an owner in its plan."""
+    return [
+        WorkerStand(
+            worker=w, owner=JobId(owners[w]) if w in owners else None, place=0 if w in owners else inf
+        )
+        for w in workers
+    ]
+
+
+def held(job: str, *numbers: int) -> dict[str, str]:
+    return {f"w{number}": job for number in numbers}
+
+
+def counts(asks: list[JobAsk], of: list[WorkerStand]) -> dict[str, int]:
+    shares = share(asks, of)
+    return {one.job: len(shares.of(one.job)) for one in asks}
+
+
+def test_one_job_has_all_workers() -> None:
+    assert counts([ask("a")], stands({})) == {"a": 8}
+
+
+def test_a_second_job_starts_on_workers_that_no_plan_uses() -> None:
+    alone = [*stands(held("a", 0, 1, 2, 3), EIGHT[:4]), *stands({}, EIGHT[4:])]
+    shares = share([ask("a", is_active=True), ask("b", 1)], alone)
+    assert shares.of(JobId("a")) == set(EIGHT[:4])
+    assert shares.of(JobId("b")) == set(EIGHT[4:])
+
+
+def test_equals_share_what_is_there_and_nobody_is_shrunk_below_its_gang() -> None:
+    whole = stands(held("a", *range(8)))
+    assert counts([ask("a", useful=8, is_active=True), ask("b", 1, useful=8)], whole) == {"a": 4, "b": 4}
+    a = ask("a", least=7, useful=8, is_active=True)
+    shares = share([a, ask("b", 1)], whole)
+    assert len(shares.of(JobId("a"))) == 8
+    assert shares.without == {"b"}
+
+
+def test_a_gang_that_does_not_fit_waits_and_who_comes_after_does_not() -> None:
+    asks = [ask("a", is_active=True), ask("big", 1, needs=9), ask("c", 2)]
+    shares = share(asks, stands(held("a", *range(8))))
+    assert shares.without == {"big"}
+    assert len(shares.of(JobId("c"))) == 4
+
+
+def test_a_gang_grows_until_a_plan_exists() -> None:
+    assert counts([ask("a", useful=2, needs=5), ask("b", 1, useful=2)], stands({}))["a"] >= 5
+
+
+def test_a_higher_priority_takes_what_its_plan_uses_and_leaves_a_gang() -> None:
+    low = ask("low", useful=8, is_active=True)
+    high = ask("high", 1, useful=8, priority=1)
+    assert counts([low, high], stands(held("low", *range(8)))) == {"low": 2, "high": 6}
+
+
+def test_a_job_of_a_lower_priority_gives_way_entirely_where_there_is_no_room_for_both() -> None:
+    low = ask("low", least=4, useful=8, is_active=True)
+    high = ask("high", 1, least=6, useful=6, priority=1)
+    shares = share([low, high], stands(held("low", *range(8))))
+    assert shares.without == {"low"}
+    assert shares.of(JobId("low")) == set()
+    assert len(shares.of(JobId("high"))) == 8
+
+
+def test_a_job_of_a_lower_priority_shrinks_nobody_above_it() -> None:
+    high = ask("high", useful=8, priority=1, is_active=True)
+    shares = share([high, ask("low", 1)], stands(held("high", *range(8))))
+    assert shares.without == {"low"}
+
+
+def test_namespaces_share_evenly_however_many_jobs_they_have() -> None:
+    asks = [
+        ask("a1", 0, namespace="a", useful=8, least=1),
+        ask("a2", 1, namespace="a", useful=8, least=1),
+        ask("b1", 2, namespace="b", useful=8, least=1),
+    ]
+    assert counts(asks, stands({})) == {"a1": 2, "a2": 2, "b1": 4}
+
+
+def test_of_those_that_wait_the_namespace_that_has_used_less_comes_first() -> None:
+    asks = [ask("a", 0, least=5, used_s=9.0, namespace="a"), ask("b", 1, least=5, namespace="b")]
+    assert share(asks, stands({})).without == {"a"}
+
+
+def test_sites_and_most_workers_are_kept_to() -> None:
+    asks = [ask("a", may_use=EIGHT[:3]), ask("b", 1, most=2)]
+    shares = share(asks, stands({}))
+    assert shares.of(JobId("a")) <= set(EIGHT[:3])
+    assert len(shares.of(JobId("b"))) == 2
+    assert sum(owner is None for owner in shares.by_worker.values()) == 3
+
+
+ASKS = st.lists(
+    st.builds(
+        lambda least, extra, most, priority, space, needs: (
+            least,
+            least + extra,
+            most,
+            priority,
+            space,
+            needs,
+        ),
+        st.integers(1, 4),
+        st.integers(0, 4),
+        st.integers(4, 8),
+        st.integers(0, 1),
+        st.sampled_from("xy"),
+        st.integers(0, 5),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(ASKS, st.lists(st.integers(0, 4), min_size=8, max_size=8))
+def test_what_was_shared_out_is_shared_out_so_again(
+    drawn: list[tuple[int, int, int, int, str, int]], owners: list[int]
+) -> None:
+    """Nobody has less than its gang or more than its most, and once everybody is there nobody is moved any more."""
+    by_worker = {f"w{i}": f"j{owner}" for i, owner in enumerate(owners) if owner < len(drawn)}
+    for _ in range(3):
+        active = set(by_worker.values())
+        asks = [
+            ask(
+                f"j{i}",
+                i,
+                least=a,
+                useful=b,
+                most=c,
+                priority=p,
+                namespace=s,
+                needs=n,
+                is_active=f"j{i}" in active,
+            )
+            for i, (a, b, c, p, s, n) in enumerate(drawn)
+        ]
+        shares = share(asks, stands(by_worker))
+        for one in asks:
+            given_ = shares.of(one.job)
+            assert len(given_) <= one.num_most
+            assert one.job in shares.without or (len(given_) >= one.num_least and one.fits(given_))
+        before, by_worker = by_worker, {w: j for w, j in shares.by_worker.items() if j is not None}
+    assert by_worker == before
