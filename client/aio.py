@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Self
 
 from client.connection import DEFAULT_TARGET, PATIENCE_S, Connection
-from client.curves.points import Course
 from client.exporting.card import model_card
 from client.exporting.download import OnBytes, fetch_weights, weight_prefixes
 from client.exporting.export import Dtype, require_unused, write_huggingface
@@ -31,6 +30,7 @@ from skein.topology.fleet import Link
 from skein.types import JobId, Step
 from skein.wire import codec
 from skein.wire.credentials import Credentials
+from skein.wire.shown.points import Course
 from skein.wire.v1 import checkpoint_pb2, jobs_pb2
 from skein.wire.views import (
     CheckpointView,

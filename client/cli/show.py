@@ -1,12 +1,9 @@
 """Forms of values: JSON for programs, aligned text for people."""
 
-import dataclasses
 import json
 import math
-import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, assert_never
 
 import click
@@ -19,6 +16,7 @@ from skein.protocol.coordinator.runs.watching.measuring import PARTED
 from skein.protocol.log.incident import cost, remedied, what
 from skein.topology.fleet import Profile
 from skein.units import counted, format_bytes
+from skein.wire.shown.plain import plain
 from skein.wire.views import (
     CheckpointFinished,
     Ended,
@@ -38,51 +36,9 @@ from skein.wire.views import (
 T = TypeVar("T")
 
 _NONE = "-"
-_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 # --- JSON ---
-
-
-def plain(value: object) -> object:
-    """`value` in what JSON has: dataclasses become objects with their fields, a job's specification included as one;
-    what is not finite becomes null.
-
-    >>> plain({"a": (1, math.nan)})
-    {'a': [1, None]}
-    """
-    match value:
-        case Enum():
-            return value.value
-        case float() if not math.isfinite(value):
-            return None
-        case JobStatus():
-            return _fields(value) | {"spec": json.loads(value.spec)}
-        case JobEvent():
-            # Its kind goes before the kind's own fields.
-            word = _CAPITAL.sub("_", type(value.body).__name__).lower()
-            head = {
-                "sequence": value.sequence,
-                "line_number": value.line,
-                "wall_s": value.wall_s,
-                "event": word,
-            }
-            return head | _fields(value.body)
-        case None | bool() | int() | float() | str():
-            return value
-        case Mapping():
-            return {str(key): plain(entry) for key, entry in value.items()}
-        case Iterable():
-            return [plain(entry) for entry in value]
-        case _ if dataclasses.is_dataclass(value):
-            return _fields(value)
-        case _:
-            return str(value)
-
-
-def _fields(value: object) -> dict[str, object]:
-    assert dataclasses.is_dataclass(value)
-    return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 
 def print_json(value: object) -> None:

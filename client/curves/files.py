@@ -10,8 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from client.curves.points import Point, measures
 from skein.errors import UserError
+from skein.wire.shown.points import Point, measures
 
 COLUMNS = tuple(field.name for field in fields(Point))
 HISTORY, CONFIG, SUMMARY = "history.jsonl", "config.json", "summary.json"

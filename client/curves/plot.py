@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from client.curves.points import Point
+from skein.wire.shown.points import Point
 
 _BLANK = 0x2800
 # The bit of each dot in a character, by column and row.

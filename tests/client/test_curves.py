@@ -11,9 +11,9 @@ import pytest
 from client.cli import run
 from client.curves.files import write_csv, write_history, write_tensorboard
 from client.curves.plot import plot
-from client.curves.points import Course, Point
 from skein.errors import UserError
 from skein.types import JobState, Step
+from skein.wire.shown.points import Course, Point
 from skein.wire.views import EvaluationFinished, JobEvent, WentBack
 from tests.client.conftest import Scripted
 from tests.client.scripted import TOKENS_PER_STEP, event, status, step_body, whole_story

@@ -15,8 +15,8 @@ from client.cli.options import connect_client, remote_command
 from client.cli.show import job_lines, print_json
 from client.curves.files import write_csv, write_history, write_tensorboard
 from client.curves.plot import plot
-from client.curves.points import Course, Point
 from skein.errors import UserError
+from skein.wire.shown.points import Course, Point
 
 REFRESH_S = 1.0
 """Between two looks at a job that is watched."""

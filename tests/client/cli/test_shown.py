@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from client.cli import run
-from client.cli.show import plain
 from skein.plan.changing.redundancy import LeftOut, Shortfall
 from skein.types import StageIndex, WorkerId
+from skein.wire.shown.plain import plain
 from tests.client.cli.said import Captured, lines
 from tests.client.conftest import Scripted
 from tests.client.scripted import status

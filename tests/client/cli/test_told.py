@@ -7,10 +7,10 @@ import pytest
 
 from client.cli import run
 from client.cli.job.incidents import COLUMNS
-from client.cli.show import plain
 from skein.protocol.log.incident import total
 from skein.protocol.log.records import IncidentKind, Remedy
 from skein.types import Condition, JobId, JobState, Step
+from skein.wire.shown.plain import plain
 from skein.wire.views import CheckpointView
 from tests.client.cli.said import Captured, lines
 from tests.client.conftest import Scripted

@@ -1,0 +1,1 @@
+"""Forms that views take for those who look: JSON, and curves."""
