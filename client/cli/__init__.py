@@ -89,7 +89,7 @@ _VERBS: Verbs = {
     ),
     **_of("client.cli.doctor", {"doctor": "Look for what could go wrong."}),
     **_group("lab", "An emulated WAN on this machine.", _LAB),
-    **_of("client.cli.completion", {"completion": "Print what completes commands in a shell."}),
+    **_of("client.cli.completion", {"completion": "Complete commands in your shell."}),
     "sim": Verb(help="Simulate a job on a made-up fleet.", module="skein.sim"),
     "bench": Verb(help="Run a comparison (source checkout).", module="bench"),
 }

@@ -68,11 +68,44 @@ def test_help_of_programs_is_that_of_the_command(arguments: tuple[str, ...]) -> 
     assert done.stdout.startswith(f"usage: skein {' '.join(arguments)} ")
 
 
-@pytest.mark.parametrize("shell", part(["bash", "zsh", "fish"], every=3))
-def test_a_shell_is_given_what_completes_commands(shell: str) -> None:
-    done = skein("completion", shell)
-    assert done.returncode == 0
-    assert "_SKEIN_COMPLETE" in done.stdout
+@pytest.mark.parametrize(
+    ("shell", "file"),
+    part([
+        ("bash", "share/bash-completion/completions/skein"),
+        ("zsh", "share/zsh/site-functions/_skein"),
+        ("fish", "config/fish/completions/skein.fish"),
+    ], every=3),
+)  # fmt: skip
+def test_what_completes_commands_is_put_where_the_shell_looks(
+    shell: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "share"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
+    assert f"wrote {tmp_path / file}" in skein("completion", "--install").stdout
+    assert "_SKEIN_COMPLETE" in (tmp_path / file).read_text()
+
+
+def test_a_shell_that_cannot_be_completed_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL", "/bin/dash")
+    done = skein("completion", "--install")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: SHELL: 'dash': name the shell: skein completion bash|zsh|fish\n",
+    )
+
+
+def test_bash_completes_what_was_installed(tmp_path: Path) -> None:
+    program = tmp_path / "skein"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m client.cli "$@"\n')
+    program.chmod(0o755)
+    asked = (
+        ". <(skein completion bash); COMP_WORDS=(skein chec); COMP_CWORD=1; "
+        '_skein_completion skein; echo "${COMPREPLY[@]}"'
+    )
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout == "checkpoints\n"
 
 
 def test_commands_are_completed_without_loading_them() -> None:
