@@ -1,7 +1,9 @@
 """gRPC channels and servers as everybody here opens them: options and addresses.
 
 Rules: a channel is opened for one purpose (`Lane`), for a small message behind bulk on the same connection waits
-seconds; sender and receiver notice a silent connection by pings; off loopback nothing listens without a token.
+seconds; sender and receiver notice a silent connection by pings; off loopback nothing listens without credentials.
+With an identity both ends of every connection show a certificate, by TLS 1.3, and who dials says whom it expects: a
+peer is known by its name and not by its address.
 """
 
 import ipaddress
@@ -9,10 +11,13 @@ import socket
 from collections.abc import Sequence
 from enum import StrEnum
 
+import grpc
 from grpc import aio
 
 from skein.errors import UserError
-from skein.wire.credentials import NO_CREDENTIALS, Credentials
+from skein.wire.credentials import NO_CREDENTIALS, Credentials, Wallet
+from skein.wire.identity.callers import NamedCallers
+from skein.wire.identity.names import COORDINATOR, Caller
 from skein.wire.process.files import max_connections
 from skein.wire.serving.reading import Readable
 
@@ -94,9 +99,25 @@ def server_options() -> list[Option]:
     ]
 
 
-def open_channel(target: str, lane: Lane, *, credentials: Credentials) -> aio.Channel:
-    """A channel to `target` (host:port); every call on it carries `credentials`. Connects at the first call."""
-    return credentials.shown_on(aio.insecure_channel(target, options=client_options(lane)))
+def open_channel(
+    target: str, lane: Lane, *, credentials: Credentials, expected: Caller = COORDINATOR
+) -> aio.Channel:
+    """A channel to `target` (host:port), and to nobody but `expected`. Connects at the first call."""
+    options: list[tuple[str, int | str]] = [*client_options(lane)]
+    if credentials.wallet is None:
+        return credentials.shown_on(aio.insecure_channel(target, options=options))
+    passport = credentials.wallet.passport
+    shown = grpc.ssl_channel_credentials(
+        passport.authority.encode(), passport.key.encode(), passport.certificate.encode()
+    )
+    named = ("grpc.ssl_target_name_override", expected.host)
+    return aio.secure_channel(target, shown, options=[*options, named])
+
+
+def open_enrolment_channel(target: str, authority: str) -> aio.Channel:
+    """A channel of somebody who has no certificate yet to a coordinator that this authority, in PEM, vouches for."""
+    options = [*client_options(Lane.CONTROL), ("grpc.ssl_target_name_override", COORDINATOR.host)]
+    return aio.secure_channel(target, grpc.ssl_channel_credentials(authority.encode()), options=options)
 
 
 def open_server(
@@ -104,19 +125,33 @@ def open_server(
     credentials: Credentials,
     before: "Sequence[aio.ServerInterceptor[object, object]]" = (),
     options: Sequence[Option] = (),
+    named: NamedCallers | None = None,
 ) -> aio.Server:
-    """A server that refuses calls without `credentials`.
+    """A server that refuses calls without `credentials`; with certificates, `bind` it with the same.
 
     Args:
         before: what sees calls before they are looked at.
         options: beyond those that every server here has.
+        named: what looks at who calls, where certificates are; None: anybody with a name may.
     """
-    checks = [*before, *credentials.checks(), Readable()]
+    by_name = [] if credentials.wallet is None else [named or NamedCallers()]
+    checks = [*before, *by_name, *credentials.checks(), Readable()]
     return aio.server(interceptors=checks, options=[*server_options(), *options])
 
 
-def bind(server: aio.Server, host: str, port: int) -> int:
+def bind(
+    server: aio.Server,
+    host: str,
+    port: int,
+    *,
+    credentials: Credentials = NO_CREDENTIALS,
+    is_for_strangers: bool = False,
+) -> int:
     """Makes `server` listen at host:port (0: any free port) and gives the port.
+
+    Args:
+        credentials: by which it says who it is, and callers have to.
+        is_for_strangers: callers need not, so that they can come to have some.
 
     Raises:
         UserError: the port is taken, or the host is not this machine's, with the system's own words.
@@ -126,13 +161,30 @@ def bind(server: aio.Server, host: str, port: int) -> int:
         raise UserError("listen", address, "give a port between 0 and 65535")
     try:
         try_address(host, port)
-        bound = server.add_insecure_port(address)
+        bound = _add_port(server, address, credentials.wallet, is_for_strangers=is_for_strangers)
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "cannot listen there"
         raise UserError(
             "listen", address, f"{reason}; give another host:port, or end what listens there"
         ) from error
     return int(bound)
+
+
+def _add_port(server: aio.Server, address: str, wallet: Wallet | None, *, is_for_strangers: bool) -> int:
+    if wallet is None:
+        return server.add_insecure_port(address)
+    own = wallet
+
+    def now() -> grpc.ServerCertificateConfiguration:
+        # Asked at each handshake, so a renewed certificate needs no restart.
+        passport = own.passport
+        pair = (passport.key.encode(), passport.certificate.encode())
+        return grpc.ssl_server_certificate_configuration([pair], passport.authority.encode())
+
+    shown = grpc.dynamic_ssl_server_credentials(
+        now(), now, require_client_authentication=not is_for_strangers
+    )
+    return server.add_secure_port(address, shown)
 
 
 def try_address(host: str, port: int) -> None:
@@ -194,11 +246,14 @@ def is_loopback(host: str) -> bool:
 
 
 def require_safe_bind(host: str, credentials: Credentials, *, allow_insecure: bool) -> None:
-    """Returns if listening at `host` is safe: on loopback, with a token, or because the operator said so.
+    """Returns if listening at `host` is safe: on loopback, with credentials, or because the operator said so.
 
     Raises:
         UserError: strangers could reach the service.
     """
     if credentials == NO_CREDENTIALS and not is_loopback(host) and not allow_insecure:
-        hint = "other machines could give orders: set a token file, listen on 127.0.0.1, or pass --insecure"
+        hint = (
+            "other machines could give orders: join with a line from skein token create, or set a token file, "
+            "listen on 127.0.0.1, or pass --insecure"
+        )
         raise UserError("listen", host, hint)

@@ -1,9 +1,9 @@
-"""Credentials of processes: read from a file, sent with every call, checked before any call is looked at."""
+"""Credentials of processes: an identity for TLS on both sides, or a token sent with every call, or nothing."""
 
 import hmac
 import stat
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from grpc import aio
 
 from skein.errors import UserError
 from skein.wire.context import Parse
+from skein.wire.identity.passport import Passport
 
 MIN_LENGTH = 16
 
@@ -47,11 +48,30 @@ def read_token(path: Path) -> str:
     return token
 
 
+class Wallet:
+    """Passport of a process, renewed while that runs; `path`: the file that keeps it."""
+
+    def __init__(self, passport: Passport, path: Path | None = None) -> None:
+        self.passport = passport
+        self._path = path
+
+    def renew(self, certificate: str) -> None:
+        """Open connections with this certificate of the same key from now on."""
+        self.passport = replace(self.passport, certificate=certificate)
+        if self._path is not None:
+            self.passport.save(self._path)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Token that a process shows to whom it calls, and wants to see of its callers; a `token` of None: nothing."""
+    """Proof that a process shows to whom it calls, and wants to see of its callers.
+
+    With a `wallet` every connection is encrypted, and both ends prove who they are; otherwise a `token`, if any, is
+    sent in the clear.
+    """
 
     token: str | None = field(default=None, repr=False)
+    wallet: Wallet | None = None
 
     @classmethod
     def read(cls, token_file: Path | None) -> "Credentials":

@@ -1,0 +1,71 @@
+"""Callers, looked at before any call is: nobody without a name, nobody who is revoked."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import cast
+
+import grpc
+from grpc import aio
+
+from skein.wire.context import Context, Parse
+from skein.wire.identity.names import LOCAL, Caller, CallerRole, caller_of
+from skein.wire.serving.health import HEALTH_SERVICE
+from skein.wire.serving.reading import Behaviour, Method, answer, with_behaviour
+
+NAMELESS = "no certificate: join with a line from skein token create"
+
+
+class NamedCallers(aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Ends calls of whom no certificate names, and of whom `is_revoked` says so, with UNAUTHENTICATED."""
+
+    def __init__(self, is_revoked: Callable[[Caller], bool] = lambda _: False) -> None:
+        self._is_revoked = is_revoked
+        self._calls: dict[tuple[CallerRole, str], set[asyncio.Task[object]]] = defaultdict(set)
+
+    def end(self, caller: Caller) -> None:
+        """End all calls that go on of somebody who has been revoked."""
+        for call in self._calls.get((caller.role, caller.name), ()):
+            call.cancel()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Method]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Method:
+        method = cast("Method | None", await continuation(handler_call_details))
+        service = handler_call_details.method.rpartition("/")[0]
+        if method is None or service == HEALTH_SERVICE:
+            return cast("Method", method)
+        return with_behaviour(method, self._guarded, cast(Parse, method.request_deserializer))
+
+    def _guarded(self, behaviour: Behaviour) -> Callable[[object, Context], Awaitable[object]]:
+        return partial(self._answer, behaviour)
+
+    async def _answer(self, behaviour: Behaviour, request: object, context: Context) -> object:
+        caller = caller_of(context)
+        if caller is None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, NAMELESS)
+        if caller != LOCAL and self._is_revoked(caller):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, revoked_text(caller))
+        call, key = asyncio.current_task(), (caller.role, caller.name)
+        assert call is not None
+        self._calls[key].add(call)
+        try:
+            return await answer(behaviour(request, context), context)
+        except asyncio.CancelledError:
+            if caller == LOCAL or not self._is_revoked(caller):
+                raise
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, revoked_text(caller))
+        finally:
+            self._calls[key].discard(call)
+            if not self._calls[key]:
+                del self._calls[key]
+
+
+def revoked_text(caller: Caller) -> str:
+    """Refusal of a caller who has been revoked."""
+    return (
+        f"{caller.role} {caller.name} was revoked: ask who runs the coordinator for a line to join with anew"
+    )
