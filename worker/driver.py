@@ -114,6 +114,9 @@ class WorkerDriver:
                 self._watch(f"before {named_moment(command)}")
                 self._carry_out(command)
                 self._watch(f"after {named_moment(command)}")
+            if isinstance(event, io.OpEnded):
+                # What is still here was saved for a job that is over.
+                self._saved = None
             self._follow_generation()
             self._set_timer()
         return self._exit

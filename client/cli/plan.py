@@ -120,7 +120,7 @@ def _tell(
     from client.planning.text import report_lines
 
     case, standing = hunted.case, hunted.standing
-    told, best = _reported(case, standing, order), best_so_far(standing)
+    told, best = _reported(case, standing, order), best_so_far(standing, order)
     if out is not None:
         _save(out, case, standing, best)
     if plot is not None:
@@ -142,10 +142,10 @@ def _reported(case: "KnownProblem", standing: PortfolioStanding, order: Order) -
         moves_per_s=standing.num_moves / max(1e-9, spent_s - (standing.first_plan_s or 0.0)),
         num_processes=order.num_processes,
     )
-    return report(case, standing, best_so_far(standing), effort)
+    return report(case, standing, best_so_far(standing, order), effort)
 
 
-def best_so_far(standing: PortfolioStanding) -> PlanFound:
+def best_so_far(standing: PortfolioStanding, order: Order) -> PlanFound:
     """The best plan.
 
     Raises:
@@ -154,7 +154,10 @@ def best_so_far(standing: PortfolioStanding) -> PlanFound:
     if standing.best is not None:
         return standing.best
     reasons = [*standing.refused, *standing.losses]
-    raise NoPlan(reasons[0] if reasons else "no plan was found in time: raise --budget-s")
+    if reasons:
+        raise NoPlan(reasons[0])
+    started = f"{standing.started_s:.1f} of {order.budget_s:g} s went by before the search began"
+    raise NoPlan(f"no plan was found in time, {started}: raise --budget-s, or ask again when less runs here")
 
 
 def _drawn(case: "KnownProblem", best: PlanFound) -> str:

@@ -109,14 +109,15 @@ def job_lines(status: JobStatus) -> list[str]:
     if status.num_incidents:
         lost = f"{counted(status.num_steps_lost, 'step')} lost"
         incidents = f"{status.num_incidents}, {lost}: skein incidents {status.job}"
+    unit = "sample" if spec.model.vocab_size is None else "token"
     fields = {
         "job": status.job,
         "name": status.name,
         "state": state,
         "submitted": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.submitted_wall_s)),
         "steps": f"{status.step} of {steps_text(status.total_steps)}",
-        "loss": f"{number(status.loss)}, validation {number(status.evaluation_loss)} (nats per token)",
-        "tokens": f"{status.num_tokens:,}, {count(status.tokens_per_s)} per second",
+        "loss": f"{number(status.loss)}, validation {number(status.evaluation_loss)} (nats per {unit})",
+        f"{unit}s": f"{status.num_tokens:,}, {count(status.tokens_per_s)} per second",
         **({"left out": late_samples(status)} if status.num_late_samples else {}),
         "speed": seconds,
         "eta": _NONE

@@ -92,6 +92,7 @@ def hunt(
 
         case = case_of(text, origin=origin, objective=order.objective)
         standing = members.standing
+        standing.started_s = time.monotonic() - order.began_s
         try:
             for has_changed in members.news(order.until_s):
                 if standing.best is not None and standing.first_plan_s is None:

@@ -41,6 +41,8 @@ class PortfolioStanding:
     """All that members have told so far."""
 
     portfolio: Portfolio[PlanFound]
+    started_s: float = 0.0
+    """Seconds that the command took until it had read the case, as its members do at the same time."""
     first_plan_s: float | None = None
     bound: Bounded | None = None
     is_compiling: bool = False

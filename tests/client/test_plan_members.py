@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
+from client.cli.plan import best_so_far
 from client.planning.case import case_of
 from client.planning.first import first_plan
 from client.planning.hunt import Order, hunt
@@ -21,6 +22,7 @@ from client.planning.messages import (
     Errand,
     Message,
     MethodRefused,
+    NoPlan,
     Objective,
     PlanFound,
     Progressed,
@@ -269,3 +271,10 @@ def test_an_interrupted_hunt_keeps_the_best_plan_so_far() -> None:
     hunted = hunt(TEXT, "x", order, on_news=interrupt)
     assert hunted.is_interrupted
     assert hunted.standing.best is not None
+
+
+def test_a_hunt_that_found_nothing_in_time_says_what_starting_took() -> None:
+    order = Order(objective=None, seed=0, num_processes=1, budget_s=4.0, num_rounds=None, began_s=0.0)
+    standing = PortfolioStanding(portfolio=Portfolio(seeds=(0,)), started_s=3.25)
+    with pytest.raises(NoPlan, match=r"3\.2 of 4 s went by before the search began: raise --budget-s"):
+        best_so_far(standing, order)

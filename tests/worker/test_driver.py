@@ -1,6 +1,8 @@
 """The worker's driver between what the machine commands and what the metrics tell."""
 
 import asyncio
+import weakref
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
@@ -8,13 +10,15 @@ from typing import cast
 import torch
 
 from skein.protocol.deadline import TimePassed
+from skein.protocol.worker.ops import Op, SaveOp
 from skein.protocol.worker.worker import Worker
-from skein.protocol.worker.worker_io import Exit, ForgetJob, WorkerCommand, WorkerEvent
-from skein.types import Generation
+from skein.protocol.worker.worker_io import Exit, ForgetJob, RunOp, WorkerCommand, WorkerEvent
+from skein.types import Generation, JobId, StageIndex, Step
 from worker.chunks.build import Builder, Files
 from worker.chunks.copies import ChunkCopies
+from worker.compute.ops import Done, Saved
 from worker.driver import WorkerDriver
-from worker.executor import Executor
+from worker.executor import Executor, Ran
 from worker.inbox import WorkerInbox
 from worker.probe import measure_device
 from worker.telling.metrics import WorkerMetrics
@@ -22,30 +26,39 @@ from worker.transport.coordinator import ControlStream
 from worker.transport.peers import Peers
 from worker.transport.statistics import Statistics
 
+END = Exit(is_clean=True, reason="done")
 
-class OneCommand:
-    """A machine that commands one thing and is done."""
+
+class Commanding:
+    """A machine that commands, at each event, what stands next in a list."""
 
     generation, pipeline, job = Generation(0), None, None
 
-    def __init__(self, command: WorkerCommand) -> None:
-        self._command = command
+    def __init__(self, *answers: list[WorkerCommand]) -> None:
+        self._answers = iter(answers)
 
     def handle(self, event: WorkerEvent, *, now: float) -> list[WorkerCommand]:
-        return [self._command, Exit(is_clean=True, reason="done")]
+        return next(self._answers)
 
     def deadline(self) -> float | None:
         return None
 
 
-async def test_the_pause_after_a_job_is_no_time_of_a_step() -> None:
-    metrics, nothing = WorkerMetrics(Statistics()), SimpleNamespace(forget=lambda: None, places=None)
+async def driven(machine: Commanding, metrics: WorkerMetrics, done: Done | None = None) -> WorkerDriver:
+    """A driver that has carried out what `machine` commands after one event; its only op comes to `done`."""
+    nothing = SimpleNamespace(forget=lambda: None, places=None, take=lambda *_: ({}, ()), ended=lambda *_: ())
     events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
     inbox = SimpleNamespace(desk=nothing, post=events.put_nowait, get=events.get)
-    executor = SimpleNamespace(compute=nothing, call=lambda function: function())
+    op_done = [] if done is None else [done]
+    del done
+
+    def run(op: Op, _operands: object, on_ran: Callable[[Ran], None]) -> None:
+        on_ran(Ran(op=op, done=op_done.pop(), seconds=1.0))
+
+    executor = SimpleNamespace(compute=nothing, call=lambda function: function(), run=run)
     async with asyncio.TaskGroup() as group:
         driver = WorkerDriver(
-            cast(Worker, OneCommand(ForgetJob())),
+            cast(Worker, machine),
             cast(WorkerInbox, inbox),
             group=group,
             control=cast(ControlStream, nothing),
@@ -59,9 +72,39 @@ async def test_the_pause_after_a_job_is_no_time_of_a_step() -> None:
             take_log_lines=tuple,
             on_generation=lambda _: None,
         )
-        metrics.step_ended(now=10.0)
         inbox.post(TimePassed())
         assert (await driver.run()).is_clean
+    return driver
+
+
+async def test_the_pause_after_a_job_is_no_time_of_a_step() -> None:
+    metrics = WorkerMetrics(Statistics())
+    metrics.step_ended(now=10.0)
+    await driven(Commanding([ForgetJob(), END]), metrics)
     metrics.step_ended(now=99.0)
     found = {count.name: count.value for count in metrics.counts()}
     assert found["skein_worker_step_seconds_count"] == 0
+
+
+async def test_what_was_saved_for_a_job_that_is_over_does_not_stay_in_memory() -> None:
+    op = SaveOp(generation=Generation(0), version=Step(1), stage=StageIndex(0), url=None)
+    tensor = torch.zeros(3)
+    alive = weakref.ref(tensor)
+    machine = Commanding([RunOp(generation=Generation(0), op=op), ForgetJob()], [END])
+    driver = await driven(machine, WorkerMetrics(Statistics()), saved_of(op, {"x": tensor}))
+    del tensor
+    assert alive() is None, f"{driver} holds it"
+
+
+def saved_of(op: SaveOp, params: dict[str, torch.Tensor]) -> Done:
+    saved = Saved(
+        job_id=JobId("job"),
+        generation=op.generation,
+        version=op.version,
+        stage=op.stage,
+        walker=op.walker,
+        url=op.url,
+        params=params,
+        state={},
+    )
+    return Done(saved=saved)

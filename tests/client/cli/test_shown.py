@@ -9,6 +9,7 @@ from skein.wire.shown.plain import plain
 from tests.client.cli.said import Captured, lines
 from tests.client.conftest import Scripted
 from tests.client.scripted import status
+from tests.coordinator.builders import job_spec
 
 
 def test_status_names_stages_with_fewer_holders_than_asked(coordinator: Scripted, capsys: Captured) -> None:
@@ -83,6 +84,14 @@ def test_status_is_complete(capsys: Captured) -> None:
         assert part in out
     assert run(["status", "first-job-1", "--json"]) == 0
     assert lines(capsys.readouterr().out)[0]["total_steps"] == 3
+
+
+def test_status_counts_samples_where_a_job_has_no_tokens(coordinator: Scripted, capsys: Captured) -> None:
+    coordinator.script.jobs["first-job-1"] = replace(status(), spec=job_spec().canonical_json())
+    assert run(["status", "first-job-1"]) == 0
+    out = capsys.readouterr().out
+    assert "(nats per sample)" in out
+    assert [line.split()[0] for line in out.splitlines() if "per second" in line] == ["samples"]
 
 
 def test_status_points_to_incidents(coordinator: Scripted, capsys: Captured) -> None:

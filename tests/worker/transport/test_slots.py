@@ -19,7 +19,7 @@ from skein.wire.v1 import peer_pb2_grpc
 from tests.worker.transport.loopback import JOB, Receiver, hop_envelope, sending, serving, tensor_of
 from worker.bundle import Limits
 from worker.transport.receiving import slots
-from worker.transport.receiving.slots import CrowdedError, Slots, StreamSlot
+from worker.transport.receiving.slots import CrowdedError, IdleError, Slots, StreamSlot
 
 WAIT_S = 10.0
 """Far above what anything here takes."""
@@ -81,6 +81,17 @@ async def test_a_stream_that_is_silent_for_too_long_is_ended_and_its_peer_dials_
             await receiver.arrived.get()
             await told.reach("silent", index + 1)
         assert sender.failed.empty()
+
+
+async def test_the_end_of_a_silent_stream_says_how_long_it_was_silent() -> None:
+    async def nothing() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    with Slots(most=1, most_of_one=1, silent_s=0.01).take("a") as slot:
+        slot.heard_s -= 7.0
+        with pytest.raises(IdleError, match=r"silent for (?!0\.0)\d"):
+            await anext(slot.each(nothing()))
 
 
 async def test_silent_probes_keep_nobody_from_state_nor_from_probing(monkeypatch: pytest.MonkeyPatch) -> None:

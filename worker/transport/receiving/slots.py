@@ -54,9 +54,9 @@ class StreamSlot:
         self._wait = wait
         try:
             yield
+            self.heard_s = self._now()
         finally:
             self._wait = None
-            self.heard_s = self._now()
 
     async def each(self, messages: AsyncIterator[T]) -> AsyncIterator[T]:
         """The messages of a stream, until it ends.
