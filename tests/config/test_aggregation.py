@@ -218,6 +218,7 @@ def test_jobs_are_refused_with_too_few_members_for_the_combiner_and_no_others(
         needed = 2 * robust.trimmed + 1
     else:
         needed = max(2 * robust.bad + 3, robust.bad + robust.chosen + 2)
+    assert robust.least_members == needed
     if num_members >= needed:
         check_robust(robust, num_members, "here are")
     else:

@@ -295,6 +295,14 @@ def test_labels_of_a_worker_are_bounded_and_none_of_their_values_is_lost() -> No
     assert sum(links.values()) == MAX_LABELS + 9
 
 
+def test_a_label_of_a_worker_that_is_empty_is_no_sum_of_others() -> None:
+    metrics, name = CoordinatorMetrics(), "skein_worker_op_failures_total"
+    beat(metrics, "w1", [Count(name=name, label=label, value=1) for label in ("", "other")])
+    sampled(metrics, with_workers("w1"))
+    shown = [labels for found, labels in samples(metrics) if found == name]
+    assert sorted(shown) == [("w1", ""), ("w1", "other")]
+
+
 def test_workers_with_statistics_are_bounded() -> None:
     metrics, names = CoordinatorMetrics(), [f"w{number:04d}" for number in range(MAX_WORKERS + 7)]
     for name in names:
