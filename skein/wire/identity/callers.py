@@ -1,4 +1,4 @@
-"""Callers, looked at before any call is: nobody without a name, nobody who is revoked."""
+"""Callers, looked at before any call is: nobody without a name, nobody who is revoked, nobody beyond a role."""
 
 import asyncio
 from collections import defaultdict
@@ -11,6 +11,7 @@ from grpc import aio
 
 from skein.wire.context import Context, Parse
 from skein.wire.identity.names import LOCAL, Caller, CallerRole, caller_of
+from skein.wire.identity.roles import why_not
 from skein.wire.serving.health import HEALTH_SERVICE
 from skein.wire.serving.reading import Behaviour, Method, answer, with_behaviour
 
@@ -18,7 +19,10 @@ NAMELESS = "no certificate: join with a line from skein token create"
 
 
 class NamedCallers(aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends calls of whom no certificate names, and of whom `is_revoked` says so, with UNAUTHENTICATED."""
+    """Ends calls of whom no certificate names, and of whom `is_revoked` says so, with UNAUTHENTICATED.
+
+    What the table of roles leaves out ends with PERMISSION_DENIED.
+    """
 
     def __init__(self, is_revoked: Callable[[Caller], bool] = lambda _: False) -> None:
         self._is_revoked = is_revoked
@@ -38,17 +42,20 @@ class NamedCallers(aio.ServerInterceptor):  # type: ignore[type-arg]
         service = handler_call_details.method.rpartition("/")[0]
         if method is None or service == HEALTH_SERVICE:
             return cast("Method", method)
-        return with_behaviour(method, self._guarded, cast(Parse, method.request_deserializer))
+        guarded = partial(self._guarded, handler_call_details.method)
+        return with_behaviour(method, guarded, cast(Parse, method.request_deserializer))
 
-    def _guarded(self, behaviour: Behaviour) -> Callable[[object, Context], Awaitable[object]]:
-        return partial(self._answer, behaviour)
+    def _guarded(self, method: str, behaviour: Behaviour) -> Callable[[object, Context], Awaitable[object]]:
+        return partial(self._answer, method, behaviour)
 
-    async def _answer(self, behaviour: Behaviour, request: object, context: Context) -> object:
+    async def _answer(self, method: str, behaviour: Behaviour, request: object, context: Context) -> object:
         caller = caller_of(context)
         if caller is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, NAMELESS)
         if caller != LOCAL and self._is_revoked(caller):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, revoked_text(caller))
+        if (reason := why_not(caller, method)) is not None:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
         call, key = asyncio.current_task(), (caller.role, caller.name)
         assert call is not None
         self._calls[key].add(call)
