@@ -28,7 +28,7 @@ from skein.sim.faults import draw_faults, schedule_faults
 from skein.sim.judging.invariants import Violated
 from skein.sim.processes.worker import SimWorker
 from skein.sim.scenario import FleetShape, disturbed, judge, make_world, run_to_end
-from skein.sim.shapes import SHAPES, SimShape, shape_of
+from skein.sim.shapes import SEVERAL, SHAPES, SimShape, shape_of
 from skein.sim.transcript import small_life
 from skein.sim.world import World
 
@@ -55,7 +55,10 @@ def make_job(
 def main() -> int:
     """Run one seed or several; exit 1 if one violates an invariant, and tell that one."""
     parser = argparse.ArgumentParser(prog="skein sim", description=main.__doc__)
-    parser.add_argument("--shape", help="`loop 3x2 tied skip 1/3 on 4`, or `any`: seeds walk over a dozen")
+    parser.add_argument(
+        "--shape",
+        help="`loop 3x2 tied skip 1/3 on 4`, `any`: seeds walk over two dozen, `several`: over such of several jobs",
+    )
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--replicas", type=int, default=0, help="0: as many as the workers allow")
@@ -134,8 +137,9 @@ class TracedWorld(World):
 
 
 def shape_by_text(seed: int, text: str) -> SimShape:
-    """The shape that a seed is judged on; `any` has seeds walk over the known ones."""
-    return SHAPES[seed % len(SHAPES)] if text == "any" else shape_of(text)
+    """The shape that a seed is judged on; `any` and `several` have seeds walk over known ones."""
+    known = {"any": SHAPES, "several": SEVERAL}.get(text)
+    return shape_of(text) if known is None else known[seed % len(known)]
 
 
 def told_of(seed: int, *, shape: str, num_faults: int, is_traced: bool = False) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from skein import rng
 from skein.protocol.coordinator.coordinator_io import DrainAsked, PauseAsked, ResumeAsked
+from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
 from skein.protocol.worker.ops import COMPUTE_OPS, ApplyOp, JoinOp, Op, PackOp, SumOp
 from skein.sim.lines.network import FAIR, Weather
@@ -163,13 +164,18 @@ def _some_site(world: World, fault: Fault) -> SiteId:
 
 def _neighbours(world: World, fault: Fault) -> None:
     """Two workers die that pass tensors to each other."""
-    run = None if world.coordinator is None else world.coordinator.run
+    run = _some_run(world, fault)
     if run is None or run.plan is None:
         return
     path = run.plan.paths[fault.number % len(run.plan.paths)]
     pairs = [(a.worker, b.worker) for a, b in pairwise(path.hops) if a.worker != b.worker]
     if pairs:
         _kill_all(world, pairs[fault.number % len(pairs)], fault)
+
+
+def _some_run(world: World, fault: Fault) -> Run | None:
+    runs = () if world.coordinator is None else world.coordinator.runs
+    return runs[fault.number // 7 % len(runs)] if runs else None
 
 
 def _join(world: World, fault: Fault) -> None:
@@ -185,9 +191,10 @@ def _join(world: World, fault: Fault) -> None:
 
 
 def _pause(world: World, fault: Fault) -> None:
-    """Have the job held, and go on a while later."""
-    job = next((record.job for record in world.log if isinstance(record, JobSubmitted)), None)
-    if job is not None:
+    """Have a job held, and go on a while later."""
+    jobs = [record.job for record in world.log if isinstance(record, JobSubmitted)]
+    if jobs:
+        job = jobs[fault.number % len(jobs)]
         world.tell(PauseAsked(job=job))
         world.clock.after(fault.seconds, partial(_resume, world, job))
 
@@ -200,7 +207,12 @@ def _resume(world: World, job: JobId) -> None:
 
 def _look_again(world: World, job: JobId) -> None:
     newest = next(
-        (r for r in reversed(world.log) if isinstance(r, HaltAsked | JobHeld | JobResumed | JobEnded)), None
+        (
+            r
+            for r in reversed(world.log)
+            if isinstance(r, HaltAsked | JobHeld | JobResumed | JobEnded) and r.job == job
+        ),
+        None,
     )
     if isinstance(newest, HaltAsked | JobHeld):
         _resume(world, job)
@@ -281,7 +293,7 @@ def _late(world: World, fault: Fault) -> None:
 
 
 def _holders(world: World, fault: Fault) -> tuple[WorkerId, ...]:
-    run = None if world.coordinator is None else world.coordinator.run
+    run = _some_run(world, fault)
     if run is None or run.plan is None:
         return ()
     stage = run.plan.stages[fault.number % len(run.plan.stages)]

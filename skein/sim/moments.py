@@ -81,14 +81,13 @@ class WatchedWorld(World):
 
     def __init__(
         self,
-        job: JobSpec,
         sites: tuple[SiteId, ...],
         *,
         seed: int,
         model: AggregatingModel,
         is_finely_cut: bool,
     ) -> None:
-        super().__init__(job, sites, seed=seed, new_executor=model.executor)
+        super().__init__(sites, seed=seed, new_executor=model.executor)
         self.model = model
         self.counts: Counter[str] = Counter()
         self.on_moment: Callable[[str, int, WorkerId | None], None] = lambda _moment, _nth, _worker: None

@@ -12,6 +12,7 @@ from skein.protocol.log.history import History
 from skein.protocol.log.records import GenerationOpened, JobSubmitted, Record, RolledBack, StepCommitted
 from skein.protocol.messages.directives import StepRecord
 from skein.sim.faults import draw_faults, schedule_faults
+from skein.sim.judging.idling import Idling
 from skein.sim.judging.invariants import Violated
 from skein.sim.shapes import SimShape
 from skein.sim.world import World
@@ -64,10 +65,17 @@ NewWorld = Callable[..., World]
 """Constructor of a world, called as `World`."""
 
 
-def make_world(job: JobSpec, fleet: FleetShape, *, seed: int, new_world: NewWorld = World) -> World:
-    """A world with a coordinator, `fleet`, and `job` submitted."""
+def make_world(
+    job: JobSpec,
+    fleet: FleetShape,
+    *,
+    seed: int,
+    new_world: NewWorld = World,
+    others: Sequence[JobSpec] = (),
+) -> World:
+    """A world with a coordinator, `fleet`, and `job` and `others` submitted."""
     sites = tuple(SiteId(f"site{index}") for index in range(fleet.num_sites))
-    world = new_world(job, sites, seed=seed)
+    world = new_world(sites, seed=seed)
     world.start_coordinator()
     for index in range(fleet.num_workers):
         name = WorkerId(f"w{index:04d}")
@@ -76,28 +84,31 @@ def make_world(job: JobSpec, fleet: FleetShape, *, seed: int, new_world: NewWorl
         speed = fleet.flops_per_s * factor
         site = sites[index * fleet.num_sites // fleet.num_workers]
         world.add_worker(name, site, flops_per_s=speed, memory_bytes=fleet.memory_bytes)
-    _submit(world, job)
+    for number, spec in enumerate((job, *others)):
+        _submit(world, spec, f"sim-{number}" if number else "sim")
     return world
 
 
-def _submit(world: World, job: JobSpec) -> None:
+def _submit(world: World, job: JobSpec, key: str) -> None:
     """Ask, and again as a client does that has no answer: the key makes it one job."""
-    if not any(isinstance(record, JobSubmitted) for record in world.log):
-        world.tell(SubmitAsked(key="sim", spec=job))
-        world.clock.after(SUBMIT_AGAIN_S, partial(_submit, world, job))
+    world.submitted[key] = job
+    if not any(isinstance(record, JobSubmitted) and record.key == key for record in world.log):
+        world.tell(SubmitAsked(key=key, spec=job))
+        world.clock.after(SUBMIT_AGAIN_S, partial(_submit, world, job, key))
 
 
 def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) -> Outcome:
-    """Run until the job has ended.
+    """Run until all jobs have ended; the outcome is that of the first.
 
     Args:
         quiet_s: when the last fault is over, if that is known; progress must go on then.
 
     Raises:
-        Violated: an invariant broke, the job had not ended by `limit_s` of simulated time, or nothing was recorded for
+        Violated: an invariant broke, a job had not ended by `limit_s` of simulated time, or nothing was recorded for
             `STILL_S` although nothing failed any more.
     """
     job = _submitted(world)
+    idling = Idling()
     num_records, moved_s = 0, 0.0
     while True:
         now = world.clock.now
@@ -109,13 +120,26 @@ def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) ->
         if is_still or now > limit_s or not world.clock.step():
             tail = "\n".join(world.lines[-12:])
             raise Violated(f"no end after {now:.0f} simulated seconds:\n{tail}")
+        idling.look(world)
         coordinator = world.coordinator
-        state = None if coordinator is None else coordinator.history.state_of(job)
-        if state is not None and state.is_final and not world.is_appending:
+        states = [] if coordinator is None else _states(coordinator.history, job)
+        if (
+            len(states) == len(world.submitted)
+            and not world.is_appending
+            and all(state is not None and state.is_final for state in states)
+        ):
             break
     check_replay(world)
-    check_log(world, job)
-    return _outcome(world, state)
+    for one in _history(world).jobs:
+        check_log(world, one)
+    assert states[0] is not None
+    return _outcome(world, states[0])
+
+
+def _states(history: History, first: JobId) -> list[JobState | None]:
+    """Final states of all jobs, that of the first before the others."""
+    jobs = sorted(history.jobs, key=lambda job: job != first)
+    return [history.state_of(job) for job in jobs]
 
 
 def _outcome(world: World, state: JobState) -> Outcome:
@@ -181,14 +205,14 @@ def check_log(world: World, job: JobId) -> None:
 # --- seeds ---
 
 
-def curve_of(log: Sequence[Record]) -> tuple[StepRecord, ...]:
-    """The loss curve and all numbers behind it; steps that were rolled back are not in it."""
+def curve_of(log: Sequence[Record], job: JobId | None = None) -> tuple[StepRecord, ...]:
+    """The loss curve of the only job, or of this one, and all numbers behind it, without what was rolled back."""
     steps: list[StepRecord] = []
     for record in log:
         match record:
-            case StepCommitted():
+            case StepCommitted() if job in (None, record.job):
                 steps.append(replace(record.record, results=()))
-            case RolledBack():
+            case RolledBack() if job in (None, record.job):
                 del steps[record.to_version :]
             case _:
                 pass
@@ -205,7 +229,8 @@ def disturbed(
     new_world: NewWorld = World,
 ) -> World:
     """A world of this shape that the faults of a seed are going to strike."""
-    world = make_world(shape.job(steps=steps), small_fleet(shape), seed=seed, new_world=new_world)
+    job, *others = (part.job(steps=steps) for part in shape.each)
+    world = make_world(job, small_fleet(shape), seed=seed, new_world=new_world, others=others)
     world.transport.repeat_every = REPEAT_EVERY
     schedule_faults(
         world,
@@ -223,16 +248,19 @@ def judge(shape: SimShape, world: World, *, steps: int = 8) -> Outcome:
     if world.has_liars:
         return run_to_end(world, limit_s=LIARS_LIMIT_S)
     outcome = run_to_end(world, limit_s=LIMIT_S, quiet_s=HORIZON_S + QUIET_AFTER_S)
-    if outcome.state is not JobState.FINISHED:
-        raise Violated(f"the job {outcome.state.value}")
-    if curve_of(world.log) != undisturbed_curve(shape, steps):
-        raise Violated("the loss curve is not the undisturbed one")
+    for part, key in zip(shape.each, world.submitted, strict=True):
+        job = outcome.history.job_by_key[key]
+        state = outcome.history.state_of(job)
+        if state is not JobState.FINISHED:
+            raise Violated(f"{job} {state}")
+        if curve_of(world.log, job) != undisturbed_curve(part, steps):
+            raise Violated(f"the loss curve of {job} is not the undisturbed one")
     return outcome
 
 
 @cache
 def undisturbed_curve(shape: SimShape, steps: int) -> tuple[StepRecord, ...]:
-    """Curve that a job of this shape comes to when nothing happens."""
+    """Curve that the only job of this shape comes to when nothing happens."""
     world = make_world(shape.job(steps=steps), small_fleet(shape), seed=0)
     run_to_end(world, limit_s=LIMIT_S)
     return curve_of(world.log)

@@ -1,6 +1,6 @@
 """Shapes of small jobs and fleets, by words: `loop 3x2 tied skip 1/3 on 4` is what a failing seed is told with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from skein.config.aggregation import AllReduce
@@ -22,7 +22,9 @@ from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.sim.rules import RULES
 from skein.types import Layout
 
-_HINT = "as in `loop 3x2 tied skip 1/3 on 4`: layout, stages x replicas, and what else there is"
+_HINT = (
+    "as in `loop 3x2 tied skip 1/3 on 4`: layout, stages x replicas, and what else; ` + ` before another job"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,14 @@ class SimShape:
     """The last of the workers: too slow for a microbatch, so they hold stages silently."""
     rule: str = ""
     """A word of `RULES`; none: plain sums along `pattern`, and AdamW."""
+    others: tuple["SimShape", ...] = ()
+    """Shapes of the jobs that are submitted with it, to the same workers."""
+
+    @property
+    def each(self) -> tuple["SimShape", ...]:
+        """The shape of every job, as if it were alone."""
+        first = self.text.split(" + ")[0]
+        return (replace(self, text=first, others=()), *self.others)
 
     def job(self, *, steps: int, every: int = 3) -> JobSpec:
         """A language model of two blocks per stage, evaluated and saved every so many steps; 0: never."""
@@ -78,7 +88,14 @@ def shape_of(text: str) -> SimShape:
     (3, 2, 4, True, 0.33)
     >>> shape_of("line 2x2").num_workers
     4
+    >>> [part.text for part in shape_of("line 2x2 on 8 + loop 2x2").each]
+    ['line 2x2 on 8', 'loop 2x2']
     """
+    first, *more = text.split(" + ")
+    return replace(_one(first), text=text, others=tuple(_one(other) for other in more))
+
+
+def _one(text: str) -> SimShape:
     words = text.split()
     try:
         layout = Layout(words.pop(0))
@@ -120,6 +137,17 @@ def shape_of(text: str) -> SimShape:
     )
 
 
+SEVERAL = tuple(
+    shape_of(text)
+    for text in (
+        "line 2x2 on 8 + loop 2x2 + line 1x3",
+        "line 3x2 tied on 8 + line 2x2 + loop 2x1",
+        "loop 3x2 skip 1/3 on 8 + line 2x3 ring + line 4x1",
+        "line 2x2 on 5 + line 2x2 + line 2x2",
+    )
+)
+"""Shapes of several jobs beside each other."""
+
 SHAPES = tuple(
     shape_of(text)
     for text in (
@@ -141,6 +169,7 @@ SHAPES = tuple(
         "line 2x3 tied tree",
         "line 2x2 on 3 slow 2",
         "loop 3x2 tied slow 2",
+        SEVERAL[0].text,
     )
 )
 """Shapes that seeds walk over."""

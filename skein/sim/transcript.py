@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 
-from skein.config.job import BatchSpec, EvaluationSpec, JobSpec
+from skein.config.job import BatchSpec, EvaluationSpec
 from skein.plan.plan import Path, Plan
 from skein.protocol.coordinator.coordinator_io import CoordinatorCommand, CoordinatorEvent, Log, ReportArrived
 from skein.protocol.deadline import TimePassed
@@ -62,8 +62,8 @@ _ROUTINE = (Beat,)
 class Transcript(World):
     """A world that writes down what each machine is given, and what it answers."""
 
-    def __init__(self, job: JobSpec, sites: tuple[SiteId, ...], *, seed: int) -> None:
-        super().__init__(job, sites, seed=seed)
+    def __init__(self, sites: tuple[SiteId, ...], *, seed: int) -> None:
+        super().__init__(sites, seed=seed)
         self.page: list[str] = []
 
     def _decide(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:

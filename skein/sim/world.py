@@ -11,10 +11,10 @@ from math import inf
 from numpy.random import Generator as Draw
 
 from skein import PROTOCOL_VERSION
-from skein.config.job import JobSpec
+from skein.config.job import JobSpec, read_spec
 from skein.protocol.coordinator.coordinator_io import ReportArrived, Send, StreamBroken
 from skein.protocol.deadline import TimePassed
-from skein.protocol.log.records import CheckpointCommitted, JobHeld, Record, RolledBack
+from skein.protocol.log.records import CheckpointCommitted, JobHeld, JobSubmitted, Record, RolledBack
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Hello, LinksMeasured, PeersSeen, Report
 from skein.protocol.worker import worker_io as io
@@ -28,7 +28,7 @@ from skein.sim.processes.builds import Builds
 from skein.sim.processes.coordinator import SimService
 from skein.sim.processes.worker import SimWorker
 from skein.topology.fleet import Profile
-from skein.types import Epoch, Incarnation, SiteId, Step, WorkerId
+from skein.types import Epoch, Incarnation, JobId, SiteId, Step, WorkerId
 
 LOOK_S = 0.05
 """Seconds from a look at a peer to what is found."""
@@ -44,7 +44,6 @@ class World(SimService):
     """Machines, clock and network of one simulated deployment.
 
     Args:
-        job: submitted at time 0 is left to the caller; this is what stage costs are computed for.
         sites: places that workers may be in; the coordinator is in the first.
         seed: of the network's links.
         new_executor: what each worker process computes with.
@@ -52,7 +51,6 @@ class World(SimService):
 
     def __init__(
         self,
-        job: JobSpec,
         sites: tuple[SiteId, ...],
         *,
         seed: int,
@@ -62,12 +60,12 @@ class World(SimService):
         self.network = Network(sites, seed=seed)
         self.workers: dict[WorkerId, SimWorker] = {}
         self._builds = Builds(
-            job,
             self.clock,
             self.network,
             self.workers,
             self.invariants,
             self.store,
+            spec_of=self._spec_of,
             checkpoint_of=self._checkpoint_of,
             give=self._give,
             crash=self._crash,
@@ -80,6 +78,8 @@ class World(SimService):
         """Drawn for each op: what else goes on at its worker's machine."""
         self._new_executor = new_executor
         self._num_incarnations = 0
+        self.submitted: dict[str, JobSpec] = {}
+        """Jobs that clients have handed in, by key."""
         self.has_liars = False
         """Whether a worker may lie: losses are no measure then, nor how long a job takes."""
 
@@ -407,6 +407,11 @@ class World(SimService):
         """Let a worker not see its data for so long."""
         self._builds.data.lose(name, seconds)
 
-    def _checkpoint_of(self, version: Step) -> CheckpointCommitted:
+    def _spec_of(self, job: JobId) -> JobSpec:
+        [submitted] = [r for r in self.log if isinstance(r, JobSubmitted) and r.job == job]
+        return read_spec(submitted.spec)
+
+    def _checkpoint_of(self, job: JobId, version: Step) -> CheckpointCommitted:
         """The last one of this version."""
-        return [r for r in self.log if isinstance(r, CheckpointCommitted) and r.version == version][-1]
+        saved = [r for r in self.log if isinstance(r, CheckpointCommitted) and r.job == job]
+        return [r for r in saved if r.version == version][-1]

@@ -34,7 +34,14 @@ from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.ops import ApplyOp, BackwardOp, JoinOp, LossOp
 from skein.protocol.worker.worker import Worker
 from skein.sim.compute.executor import SimExecutor, stage_times
-from skein.sim.judging.invariants import INITIAL, FoundStage, Invariants, Violated, lineage_after, visits_of
+from skein.sim.judging.invariants import (
+    FoundStage,
+    Invariants,
+    Violated,
+    initial_of,
+    lineage_after,
+    visits_of,
+)
 from skein.sim.lines.reach import ASKED_S, ReachTimes
 from skein.types import (
     Epoch,
@@ -54,6 +61,7 @@ from tests.support.reports import attempt
 JOB = JobId("small-1")
 SPEC = small_job()
 FIRST, SECOND = record(0), record(1)
+INITIAL = initial_of(JOB)
 AFTER_FIRST = lineage_after(INITIAL, FIRST)
 
 

@@ -200,7 +200,7 @@ class AggregatingExecutor(NumericExecutor):
     def _begun(self, chunk: ChunkAssignment, lineage: str, before: int, after: int) -> HeldStage:
         """The walker's part that a chunk begins with; never another's own memory."""
         stage, source, model = chunk.stage, chunk.source, self._model
-        if lineage == INITIAL:
+        if lineage.startswith(INITIAL):
             return model.fresh(stage)
         match source.kind:
             case SourceKind.KEEP:

@@ -52,11 +52,16 @@ from skein.types import (
 )
 
 INITIAL = "initial"
-"""Lineage of what is drawn from the seed."""
+"""Begin of the lineage of what is drawn from a job's seed."""
 
 
 class Violated(AssertionError):
     """An invariant of the protocol does not hold."""
+
+
+def initial_of(job: JobId) -> str:
+    """The lineage of what is drawn from the seed of a job: no other job's is equal to it."""
+    return f"{INITIAL} of {job}"
 
 
 def lineage_after(lineage: str, record: StepRecord) -> str:
@@ -100,7 +105,7 @@ class FoundStage:
 class _Branch:
     """The history of one job that counts: roll-backs cut it short."""
 
-    lineages: list[str] = field(default_factory=lambda: [INITIAL])
+    lineages: list[str]
     records: list[StepRecord] = field(default_factory=list)
     highest: int = 0
     """Versions that were ever recorded, rolled back or not."""
@@ -120,6 +125,7 @@ class Invariants:
         self._branches: dict[JobId, _Branch] = {}
         self._epoch = Epoch(0)
         self._generation = Generation(0)
+        self._job_of: dict[Generation, JobId] = {}
         self._lost = (Epoch(0), Generation(0))
         """The newest that was in the log before it lost its end."""
         self._known: dict[int, StepRecord] = {}
@@ -155,11 +161,12 @@ class Invariants:
             case GenerationOpened():
                 _grows("generation", self._generation, record.generation)
                 self._generation = record.generation
+                self._job_of[record.generation] = record.job
                 self._members[record.generation] = frozenset(
                     (m.worker, m.incarnation) for m in record.members
                 )
             case JobSubmitted():
-                self._branches[record.job] = _Branch()
+                self._branches[record.job] = _Branch(lineages=[initial_of(record.job)])
             case PlanAdopted():
                 self.visits[record.generation] = visits_of(record.plan)
             case StepCommitted():
@@ -296,7 +303,9 @@ class Invariants:
         self._built[who.identity.incarnation] = generation
 
     def begins(self, who: Worker, op: Op) -> None:
-        """A worker computes only what the generation that it follows has assigned."""
+        """A worker computes only what the generation that it follows has assigned, for the job of that."""
+        if who.job is not None and self._job_of.get(who.generation, who.job) != who.job:
+            raise Violated(f"{who.identity.worker} works on {who.job} under another job's {who.generation}")
         if isinstance(op, ComputeOp):
             built = self._built.get(who.identity.incarnation)
             if built != who.generation:
@@ -315,7 +324,8 @@ class Invariants:
     ) -> None:
         """Chunks at `version` were built or saved under `generation`: they must be what the log makes of it."""
         branch = self._branch(who)
-        if branch is None or generation != self._generation or version >= len(branch.lineages):
+        is_newest = who.job is not None and generation == self._replayed.jobs[who.job].generation
+        if branch is None or not is_newest or version >= len(branch.lineages):
             return
         for stage, lineage in by_stage.items():
             if lineage != branch.lineages[version]:

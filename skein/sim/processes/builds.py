@@ -13,7 +13,7 @@ from skein.protocol.worker.ops import SaveOp
 from skein.protocol.worker.worker_io import Build, BuildFailed, Built, WorkerEvent
 from skein.sim.clock import Clock
 from skein.sim.compute.executor import StageTimes, stage_times
-from skein.sim.judging.invariants import INITIAL, Invariants, Violated
+from skein.sim.judging.invariants import Invariants, Violated, initial_of
 from skein.sim.lines.network import Network
 from skein.sim.processes.copies import SimCopies
 from skein.sim.processes.data import LACKING, SimData
@@ -35,27 +35,27 @@ class Builds:
 
     Args:
         workers: all processes, by name; the caller changes it.
-        checkpoint_of: the committed checkpoint of a version.
+        spec_of: a job as it was submitted.
+        checkpoint_of: the committed checkpoint of a job's version.
         give: hands a worker an event.
         crash: ends a worker that holds something else than it has told.
     """
 
     def __init__(
         self,
-        job: JobSpec,
         clock: Clock,
         network: Network,
         workers: Mapping[WorkerId, SimWorker],
         invariants: Invariants,
         store: Store,
         *,
-        checkpoint_of: Callable[[Step], CheckpointCommitted],
+        spec_of: Callable[[JobId], JobSpec],
+        checkpoint_of: Callable[[JobId, Step], CheckpointCommitted],
         give: Give,
         crash: Callable[[SimWorker, AssertionError], None],
     ) -> None:
         self._crash = crash
-        self._job = job
-        self._layers = job.layers
+        self._spec_of = spec_of
         self._clock = clock
         self._network = network
         self._workers = workers
@@ -66,7 +66,7 @@ class Builds:
             clock, network, workers, times_of=self.times_of, give=give, lineage_now=invariants.lineage_now
         )
         self.data = SimData(clock, give=give)
-        self._times: dict[StageSpec, StageTimes] = {}
+        self._times: dict[tuple[JobId, StageSpec], StageTimes] = {}
         self._store = store
 
     # --- building ---
@@ -80,28 +80,31 @@ class Builds:
         built = partial(self._built, worker, command, worker.build)
         self._clock.after(BUILD_S + seconds, partial(worker.when_running, built))
 
-    def times_of(self, stage: StageSpec) -> StageTimes:
-        """Costs of a stage of the job."""
-        if stage not in self._times:
-            self._times[stage] = stage_times(self._job, self._layers, stage)
-        return self._times[stage]
+    def times_of(self, job: JobId, stage: StageSpec) -> StageTimes:
+        """Costs of a stage of a job."""
+        if (job, stage) not in self._times:
+            spec = self._spec_of(job)
+            self._times[job, stage] = stage_times(spec, spec.layers, stage)
+        return self._times[job, stage]
 
     def _fetch_s(self, worker: SimWorker, job: JobId, chunk: ChunkAssignment) -> float:
         source = chunk.source
         if source.neighbours:
-            return sum(self._travels_s(worker, beside.peer, beside.stage, 1) for beside in source.neighbours)
+            return sum(self._travels_s(worker, job, x.peer, x.stage, 1) for x in source.neighbours)
         if source.peer is None:
             return 0.0
         lag = self.copies.lag(worker, job, chunk.stage, source.version)
-        return self._travels_s(worker, source.peer, chunk.stage, 3 if lag is None else lag)
+        return self._travels_s(worker, job, source.peer, chunk.stage, 3 if lag is None else lag)
 
-    def _travels_s(self, worker: SimWorker, donor: WorkerId, stage: StageSpec, num_copies: int) -> float:
+    def _travels_s(
+        self, worker: SimWorker, job: JobId, donor: WorkerId, stage: StageSpec, num_copies: int
+    ) -> float:
         """Seconds in which so many vectors as long as a stage's parameters come from a donor."""
         here = worker.machine.identity.worker
         if donor == here or donor not in self._workers:
             return 0.0
         link = self._network.link(donor, here)
-        return link.latency_s + num_copies * self.times_of(stage).parameter_bytes / link.bytes_per_s
+        return link.latency_s + num_copies * self.times_of(job, stage).parameter_bytes / link.bytes_per_s
 
     def _built(self, worker: SimWorker, command: Build, build: int) -> None:
         if build != worker.build:
@@ -110,7 +113,7 @@ class Builds:
         search = StateSearch[str](assign, worker.machine.identity.worker, command.members)
         try:
             given = self._given(worker, command, search)
-            times = {chunk.stage.index: self.times_of(chunk.stage) for chunk in assign.chunks}
+            times = {chunk.stage.index: self.times_of(assign.job, chunk.stage) for chunk in assign.chunks}
             worker.executor.build(assign, given, times, self._invariants.visits[assign.generation])
         except (SkeinError, OSError) as error:
             failed = search.failed(error, str(error))
@@ -147,7 +150,7 @@ class Builds:
             if need is StatePlace.DATA and not self.data.has(worker, assign.job):
                 raise UnfitError(*LACKING)
             if need is StatePlace.CHECKPOINT:
-                reason = self._store.trouble(self._checkpoint_of(assign.version))
+                reason = self._store.trouble(self._checkpoint_of(assign.job, assign.version))
                 if reason:
                     raise OSError(reason)
         given: dict[StageIndex, str] = {}
@@ -167,9 +170,9 @@ class Builds:
         stage, version = look.stage, look.version
         match look.place:
             case StatePlace.INITIAL:
-                return INITIAL
+                return initial_of(assign.job)
             case StatePlace.CHECKPOINT:
-                saved = self._saved(worker, chunk, version)
+                saved = self._saved(worker, assign.job, chunk, version)
                 # Whoever said what the files are may have lied; who reads them sees that tensors are missing.
                 if self._invariants.has_liars and not self._invariants.is_of(assign.job, version, saved):
                     raise LocalError(f"no file has all of stage {stage.index}")
@@ -225,12 +228,12 @@ class Builds:
         after_s = SILENT_S if self._store.hangs else 0.0
         self._clock.after(after_s, partial(worker.when_running, partial(self._give, worker, failed)))
 
-    def _saved(self, worker: SimWorker, chunk: ChunkAssignment, version: Step) -> str:
+    def _saved(self, worker: SimWorker, job: JobId, chunk: ChunkAssignment, version: Step) -> str:
         """Lineage of the files that hold a stage's layers, whatever the cut was when they were written.
 
         A walker that the checkpoint does not have begins as a copy of one that it has.
         """
-        stage, saved = chunk.stage, self._checkpoint_of(version).stages
+        stage, saved = chunk.stage, self._checkpoint_of(job, version).stages
         walker = chunk.walker % num_walkers(saved)
         files = [file for part in saved for file in part.files]
         mine = [file.name for file in files if {walker_of(name) for name in file.tensors} == {walker}]

@@ -87,7 +87,7 @@ class SimCopies:
 
     Args:
         workers: all processes, by name; the caller changes it.
-        times_of: costs of a stage.
+        times_of: costs of a stage of a job.
         give: hands a worker an event.
         lineage_now: what a lineage is called since other stages were averaged.
     """
@@ -98,7 +98,7 @@ class SimCopies:
         network: Network,
         workers: Mapping[WorkerId, SimWorker],
         *,
-        times_of: Callable[[StageSpec], StageTimes],
+        times_of: Callable[[JobId, StageSpec], StageTimes],
         give: Give,
         lineage_now: LineageNow,
     ) -> None:
@@ -234,7 +234,7 @@ class SimCopies:
     def _ask(self, worker: SimWorker, copy: _Copy, donor: SimWorker) -> bool:
         """Whether a piece is on its way."""
         name = donor.machine.identity.worker
-        num_bytes = 3 * self._times_of(copy.prefetch.stage).parameter_bytes // NUM_PIECES
+        num_bytes = 3 * self._times_of(copy.prefetch.job, copy.prefetch.stage).parameter_bytes // NUM_PIECES
         me = worker.machine.identity.worker
         arrival_s = self._network.arrival_s(name, me, num_bytes, now=self._clock.now)
         if arrival_s is None:
@@ -288,7 +288,7 @@ class SimCopies:
         giver = self._giver(worker, copy, record)
         arrival_s = None
         if giver is not None:
-            num_bytes = self._times_of(stage).parameter_bytes
+            num_bytes = self._times_of(copy.prefetch.job, stage).parameter_bytes
             name, me = giver.machine.identity.worker, worker.machine.identity.worker
             arrival_s = self._network.arrival_s(name, me, num_bytes, now=self._clock.now)
         if arrival_s is not None:

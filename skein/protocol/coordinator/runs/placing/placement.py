@@ -249,12 +249,12 @@ class Placement(RunPart):
         return sources
 
     def _adopt(self, plan: Plan, sources: Sources, resumptions: Mapping[WorkerId, Resumption]) -> None:
-        history, job = self._out.history, self._job
+        job = self._job
         self.plan = plan
-        self._out.record(PlanAdopted(job=job.job, generation=history.generation, plan=plan))
-        self._log(f"generation={history.generation} plan: {plan.reason}")
+        self._out.record(PlanAdopted(job=job.job, generation=job.generation, plan=plan))
+        self._log(f"generation={job.generation} plan: {plan.reason}")
         for found in shortfalls(plan, job.spec, self._members.fleet):
-            self._log(f"generation={history.generation} short: {found.words}")
+            self._log(f"generation={job.generation} short: {found.words}")
         told = assignments(
             plan,
             sources,

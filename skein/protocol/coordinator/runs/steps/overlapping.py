@@ -69,7 +69,7 @@ class Overlapping(RunPart):
         if self._job.learned:
             group = weighed(group, self._job.learned)
         history = self._out.history
-        attempt = Attempt(epoch=history.epoch, generation=history.generation, number=int(due_step))
+        attempt = Attempt(epoch=history.epoch, generation=self._job.generation, number=int(due_step))
         self._open[group.group] = _Open(group, attempt, ends_with)
         prepare = Prepare(
             step=ends_with,

@@ -96,7 +96,7 @@ class Stepping(RunPart):
             [path.hops[-1] for path in plan.paths],
             expected=self._placement.expected(),
             epoch=history.epoch,
-            generation=history.generation,
+            generation=self._job.generation,
             patience=self._patience(groups, now=now),
             overlapped=self._overlapping.ending(),
         )

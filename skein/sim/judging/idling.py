@@ -1,0 +1,64 @@
+"""Judge of idle workers: none is without work for long while a job waits that it would help to begin."""
+
+from skein.plan.balanced import make_balanced_plan
+from skein.plan.plan import Plan
+from skein.protocol.coordinator.coordinator import Coordinator
+from skein.protocol.coordinator.scheduling.scheduler import num_least
+from skein.sim.judging.invariants import Violated
+from skein.sim.world import World
+from skein.topology.fleet import Fleet
+from skein.types import JobId, WorkerId
+
+MOST_IDLE_S = 10.0
+"""Seconds that workers may be idle, all of them here, while a job that fits on them waits."""
+LOOK_S = 0.5
+
+
+class Idling:
+    """Follows who has no work, and since when; what is asked of a coordinator begins anew with the next one."""
+
+    def __init__(self) -> None:
+        self._since: dict[JobId, tuple[int, frozenset[WorkerId], float]] = {}
+        self._looks_at = 0.0
+
+    def look(self, world: World) -> None:
+        """Look now and then.
+
+        Raises:
+            Violated: a job waits, and for too long has had idle workers enough.
+        """
+        coordinator, now = world.coordinator, world.clock.now
+        if coordinator is None or now < self._looks_at or len(world.submitted) < 2 or world.has_liars:
+            return
+        self._looks_at = now + LOOK_S
+        idle = _idle(coordinator)
+        waiting = {
+            job: (world.term, idle, now)
+            for job in coordinator.view.waits
+            if _would_run(coordinator, job, idle)
+        }
+        for job, (term, here, _) in waiting.items():
+            before = self._since.get(job)
+            # As long as a gang is left of those that were idle then, it has been so all the time.
+            if before is not None and before[0] == term and _would_run(coordinator, job, here & before[1]):
+                waiting[job] = (term, here & before[1], before[2])
+            idle_s = now - waiting[job][2]
+            if idle_s > MOST_IDLE_S:
+                raise Violated(f"{sorted(waiting[job][1])} idle for {idle_s:.1f} s, and {job} waits")
+        self._since = waiting
+
+
+def _idle(coordinator: Coordinator) -> frozenset[WorkerId]:
+    """Workers that are in no plan, nor with a run that has none yet."""
+    live = {worker for worker, entry in coordinator.membership.live.items() if not entry.is_leaving}
+    for run in coordinator.view.runs.values():
+        live -= set(run.crew) if run.plan is None else set(run.plan.workers)
+    return frozenset(live)
+
+
+def _would_run(coordinator: Coordinator, job: JobId, idle: frozenset[WorkerId]) -> bool:
+    spec = coordinator.history.jobs[job].spec
+    if not idle or len(idle) < num_least(spec, len(coordinator.membership.live)):
+        return False
+    workers = tuple(coordinator.membership.live[worker].fleet_worker for worker in sorted(idle))
+    return isinstance(make_balanced_plan(spec, Fleet(workers=workers, links=()), None, 0), Plan)

@@ -1,0 +1,48 @@
+"""Several jobs beside each other on one fleet: each ends with the curve that it has alone, whatever fails."""
+
+from functools import partial
+
+import pytest
+
+from skein.protocol.log.records import GenerationOpened, StepCommitted
+from skein.sim.scenario import LIMIT_S, curve_of, disturbed, judge, make_world, run_to_end, small_fleet
+from skein.sim.shapes import SEVERAL, SimShape, shape_of
+from skein.sim.world import World
+from skein.types import JobId
+from tests.support.extent import part
+
+JOBS = tuple(JobId(f"sim-{number}") for number in (1, 2, 3))
+
+
+@pytest.mark.parametrize("shape", SEVERAL, ids=lambda shape: shape.text)
+def test_faults_bend_no_curve_of_several_jobs_and_leave_nobody_idle(shape: SimShape) -> None:
+    for seed in part(range(6), every=3, start=SEVERAL.index(shape)):
+        judge(shape, disturbed(shape, seed=seed, num_faults=8))
+
+
+def test_a_death_in_one_job_costs_the_others_nothing() -> None:
+    shape = shape_of("line 2x2 on 8 + line 2x2")
+    [one, other] = (part.job(steps=24) for part in shape.each)
+    world = make_world(one, small_fleet(shape), seed=0, others=[other])
+    world.clock.at(6.0, partial(_kill_one_of, world, JOBS[0]))
+    run_to_end(world, limit_s=LIMIT_S)
+    opened = [r for r in world.log if isinstance(r, GenerationOpened)]
+    assert any("lost" in r.reason for r in opened if r.job == JOBS[0])
+    assert not any("lost" in r.reason for r in opened if r.job == JOBS[1])
+
+
+def _kill_one_of(world: World, job: JobId) -> None:
+    assert world.coordinator is not None
+    plan = world.coordinator.view.runs[job].plan
+    assert plan is not None
+    world.kill_worker(plan.workers[0])
+
+
+def test_a_second_job_begins_while_the_first_goes_on_with_fewer_workers() -> None:
+    shape = shape_of("line 2x2 + line 2x2")
+    [one, other] = (part.job(steps=8) for part in shape.each)
+    world = make_world(one, small_fleet(shape), seed=0, others=[other])
+    run_to_end(world, limit_s=LIMIT_S)
+    steps = [record.job for record in world.log if isinstance(record, StepCommitted)]
+    assert steps.index(JOBS[1]) < len(steps) - 1 - steps[::-1].index(JOBS[0])
+    assert curve_of(world.log, JOBS[0]) == curve_of(world.log, JOBS[1])
