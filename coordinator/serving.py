@@ -140,6 +140,7 @@ class Doors:
         """
         # Before anybody can come: strangers must not use up what the run log and checkpoints need.
         raise_open_files()
+        metrics.watch_disk(options.state_dir)
         exposition, pages = Exposition(metrics.render), None
         async with AsyncExitStack() as undo:
             if (port := options.metrics_port) is not None:

@@ -30,7 +30,7 @@ from typing import NoReturn, TypeAlias
 Json: TypeAlias = "str | float | bool | list[Json] | dict[str, Json] | None"
 
 ROOT = Path(__file__).resolve().parent.parent
-DASHBOARD = ROOT / "deploy/grafana/dashboards/skein.json"
+DASHBOARDS = ROOT / "deploy/grafana/dashboards"
 EXAMPLES = ROOT / "deploy/config/examples"
 JOB_FILE = "compose-text.yaml"
 NUM_WORKERS = 4
@@ -291,11 +291,15 @@ def train(client: Client, *rule: str) -> str:
 
 
 def dashboard_queries() -> Iterator[str]:
-    """Every expression of the dashboard, as Grafana sends it."""
-    board: Json = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    panels = [panel for panel in items(at(board, "panels")) if at(panel, "type") != "row"]
+    """Every expression of all dashboards, as Grafana sends it."""
+    boards: list[Json] = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(DASHBOARDS.iterdir())
+    ]
+    panels = [panel for board in boards for panel in items(at(board, "panels")) if at(panel, "type") != "row"]
     expressions = [at(target, "expr") for panel in panels for target in items(at(panel, "targets"))]
-    expressions += [at(annotation, "expr") for annotation in items(at(board, "annotations", "list"))]
+    expressions += [
+        at(annotation, "expr") for board in boards for annotation in items(at(board, "annotations", "list"))
+    ]
     for expression in dict.fromkeys(map(str, expressions)):
         yield expression.replace("$__rate_interval", RATE_INTERVAL)
 

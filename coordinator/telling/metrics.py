@@ -7,11 +7,15 @@ Rules of this file
 - Setting happens on the event loop, reading on the threads of scrapes; what they share is replaced whole.
 """
 
+import math
+import shutil
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client import generate_latest as render_text
@@ -58,6 +62,20 @@ STEP_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 300.0, 6
 INCIDENT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 _APPEND_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _PLAN_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+class _Disk(NamedTuple):
+    total: float
+    free: float
+
+
+def _disk(folder: Path) -> _Disk:
+    """Bytes of the disk that a folder is on; not numbers where it cannot be asked."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return _Disk(math.nan, math.nan)
+    return _Disk(usage.total, usage.free)
 
 
 @dataclass(slots=True)
@@ -198,6 +216,8 @@ class CoordinatorMetrics:
         self._rpc_errors = new_counter(
             "skein_rpc_errors_total", "Calls that were refused", ["method", "reason"]
         )
+        self._free = new_gauge("skein_state_free_bytes", "Room left on the disk of the state directory")
+        self._size = new_gauge("skein_state_size_bytes", "Size of that disk")
         info = new_gauge("skein_build_info", "1", ["release", "protocol"])
         info.labels(skein.__version__, str(skein.PROTOCOL_VERSION)).set(1)
 
@@ -214,6 +234,11 @@ class CoordinatorMetrics:
     def render(self) -> bytes:
         """Everything, in Prometheus' text format."""
         return render_text(self._registry)
+
+    def watch_disk(self, state_dir: Path) -> None:
+        """Show how much room the disk of the state directory has, looked up on the threads that make pages."""
+        self._free.set_function(lambda: _disk(state_dir).free)
+        self._size.set_function(lambda: _disk(state_dir).total)
 
     # --- what happened ---
 

@@ -1,6 +1,6 @@
-"""The dashboard as code: `python -m deploy.grafana.dashboard` writes dashboards/skein.json, which Grafana provisions.
+"""Dashboards as code: `python -m deploy.grafana.dashboard` writes dashboards/*.json, which Grafana provisions.
 
-What it shows is the table of `rows.py`; here is how that is drawn.
+What they show is the table of `rows.py`; here is how that is drawn.
 """
 
 import json
@@ -23,22 +23,30 @@ from grafana_foundation_sdk.models.common import (
     VisibilityMode,
 )
 
-from deploy.grafana.rows import PLAN_CHANGES, ROWS, Panel, Row
+from deploy.grafana.rows import BOARDS, PLAN_CHANGES, Board, Panel, Row
 
-OUTPUT = Path(__file__).parent / "dashboards" / "skein.json"
+FOLDER = Path(__file__).parent / "dashboards"
+_TAG = "skein"
 _SOURCE = model.DataSourceRef(type_val="prometheus", uid="${source}")
 _WIDTH = 24
 """Columns of Grafana's grid."""
 _STAT_HEIGHT, _CHART_HEIGHT = 4, 8
 
 
-def dashboard() -> model.Dashboard:
-    """The dashboard of one coordinator and its jobs."""
+def dashboard(shown: Board) -> model.Dashboard:
+    """A dashboard of one coordinator and its jobs, with links to the others."""
     board = (
-        build.Dashboard("Skein")
-        .uid("skein")
-        .description("What is trained, by whom, how fast, and what failures cost. Vertical lines: new plans.")
-        .tags(["skein"])
+        build.Dashboard(shown.title)
+        .uid(f"skein-{shown.name}")
+        .description(shown.about)
+        .tags([_TAG])
+        .link(
+            build.DashboardLink("Skein")
+            .type(model.DashboardLinkType.DASHBOARDS)
+            .tags([_TAG])
+            .include_vars(True)
+            .keep_time(True)
+        )
         .readonly()
         .time("now-30m", "now")
         .refresh("5s")
@@ -55,7 +63,7 @@ def dashboard() -> model.Dashboard:
         )
     )
     line, numbers = 0, count(1)
-    for row in ROWS:
+    for row in shown.rows:
         heading = build.Row(row.title).grid_pos(model.GridPos(x=0, y=line, w=_WIDTH, h=1))
         board = board.with_row(heading.id(next(numbers)))
         line += 1
@@ -102,14 +110,15 @@ def _chart(panel: Panel, place: model.GridPos) -> timeseries.Panel:
     return chart
 
 
-def render() -> str:
-    """The dashboard as the JSON file holds it."""
-    return json.dumps(dashboard(), cls=JSONEncoder, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+def render(shown: Board) -> str:
+    """A dashboard as its JSON file holds it."""
+    return json.dumps(dashboard(shown), cls=JSONEncoder, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def main() -> int:
-    """Write the file."""
-    _ = OUTPUT.write_text(render(), encoding="utf-8")
+    """Write the files."""
+    for shown in BOARDS:
+        _ = (FOLDER / f"{shown.name}.json").write_text(render(shown), encoding="utf-8")
     return 0
 
 

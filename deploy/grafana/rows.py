@@ -41,6 +41,16 @@ class Row:
     panels: tuple[Panel, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """A dashboard: rows for those who have one question. `name` is that of its file."""
+
+    name: str
+    title: str
+    about: str
+    rows: tuple[Row, ...]
+
+
 def _query(expr: str, legend: str = "") -> Query:
     return Query(expr=expr, legend=legend)
 
@@ -465,6 +475,12 @@ _COORDINATOR = Row(
             queries=(_query("skein_control_streams", "open"),),
         ),
         Panel(
+            title="Room for the run log",
+            about="Share of the state directory's disk that is free; without room nothing more is committed.",
+            unit=units.PercentUnit,
+            queries=(_query("skein_state_free_bytes / skein_state_size_bytes", "free"),),
+        ),
+        Panel(
             title="Scrapes that succeed",
             about="1 while Prometheus reaches the coordinator, or hears of the worker by way of it.",
             queries=(_query('up{service=~"coordinator|worker"}', "{{service}} {{instance}}"),),
@@ -472,5 +488,37 @@ _COORDINATOR = Row(
     ),
 )
 
-ROWS = (_AT_A_GLANCE, _TRAINING, _PLAN, _WORKERS, _WIRE, _AGGREGATION, _INCIDENTS, _RECOVERY, _COORDINATOR)
+BOARDS = (
+    Board(
+        name="training",
+        title="Skein: training",
+        about="What is trained, how well and how fast. Vertical lines: new plans.",
+        rows=(_AT_A_GLANCE, _TRAINING, _PLAN, _AGGREGATION),
+    ),
+    Board(
+        name="fleet",
+        title="Skein: fleet",
+        about="Who is here, and what keeps each worker busy or idle.",
+        rows=(_WORKERS,),
+    ),
+    Board(
+        name="incidents",
+        title="Skein: incidents",
+        about="What failed, what was done about it, what it cost, and what could be gone back to.",
+        rows=(_INCIDENTS, _RECOVERY),
+    ),
+    Board(
+        name="network",
+        title="Skein: network",
+        about="What travels between workers, and what was refused.",
+        rows=(_WIRE,),
+    ),
+    Board(
+        name="coordinator",
+        title="Skein: coordinator",
+        about="Whether the service that decides is well: its loop, its log, its disk, its plans.",
+        rows=(_COORDINATOR,),
+    ),
+)
+"""Dashboards, by who looks; the first is the home page."""
 PLAN_CHANGES = "changes(skein_generation_number[$__rate_interval]) > 0"

@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from http import HTTPStatus
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -361,3 +363,15 @@ def test_a_lost_worker_is_down_and_an_unknown_path_is_not_found() -> None:
     page.address = "10.0.0.1:7412"
     assert page.address.encode() in page.answer("/sd", 'evil"host/')[2]
     assert b"lab:1" in page.answer("/sd", "lab:1")[2]
+
+
+def test_room_on_the_disk_of_the_state_directory_is_shown(tmp_path: Path) -> None:
+    metrics = CoordinatorMetrics()
+    metrics.watch_disk(tmp_path)
+    page = metrics.render().decode()
+    free, size = (
+        float(re.findall(rf"^skein_state_{x}_bytes (\S+)$", page, re.MULTILINE)[0]) for x in ("free", "size")
+    )
+    assert 0 < free <= size
+    metrics.watch_disk(tmp_path / "gone")
+    assert "skein_state_free_bytes NaN" in metrics.render().decode()

@@ -7,11 +7,11 @@ from itertools import combinations, pairwise
 import pytest
 
 from deploy.compose_test import dashboard_queries
-from deploy.grafana.dashboard import OUTPUT, render
-from deploy.grafana.rows import PLAN_CHANGES, ROWS, Panel, Query
+from deploy.grafana.dashboard import FOLDER, render
+from deploy.grafana.rows import BOARDS, PLAN_CHANGES, Board, Panel, Query
 from tests.deploy.stack import Value, exposed_series, listing, mapping, metrics_in, read_yaml
 
-PANELS = [panel for row in ROWS for panel in row.panels]
+PANELS = [panel for board in BOARDS for row in board.rows for panel in row.panels]
 QUERIES = [query for panel in PANELS for query in panel.queries]
 WANTED = {
     "loss": "skein_loss_nats",
@@ -34,8 +34,11 @@ WANTED = {
 }
 
 
-def drawn_panels() -> list[dict[str, Value]]:
-    board: dict[str, Value] = json.loads(render())
+each_board = pytest.mark.parametrize("shown", BOARDS, ids=lambda shown: shown.name)
+
+
+def drawn_panels(shown: Board) -> list[dict[str, Value]]:
+    board: dict[str, Value] = json.loads(render(shown))
     return [mapping(panel) for panel in listing(board["panels"])]
 
 
@@ -46,8 +49,9 @@ def place(panel: dict[str, Value]) -> tuple[int, int, int, int]:
     return x, y, x + width, y + height
 
 
-def test_the_file_that_grafana_loads_is_what_the_code_makes() -> None:
-    assert OUTPUT.read_text(encoding="utf-8") == render(), "run: python -m deploy.grafana.dashboard"
+def test_the_files_that_grafana_loads_are_what_the_code_makes() -> None:
+    found = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
+    assert found == {board.name: render(board) for board in BOARDS}, "run: python -m deploy.grafana.dashboard"
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.expr)
@@ -75,8 +79,9 @@ def test_panels_say_what_they_show_and_tell_their_series_apart(panel: Panel) -> 
     assert len({query.legend for query in panel.queries}) == len(panel.queries)
 
 
-def test_panels_have_numbers_of_their_own_and_lie_side_by_side() -> None:
-    panels = drawn_panels()
+@each_board
+def test_panels_have_numbers_of_their_own_and_lie_side_by_side(shown: Board) -> None:
+    panels = drawn_panels(shown)
     assert len({panel["id"] for panel in panels if isinstance(panel["id"], int)}) == len(panels)
     for (left, top, right, bottom), (x, y, end, base) in combinations(map(place, panels), 2):
         assert right <= x or end <= left or bottom <= y or base <= top
@@ -97,7 +102,7 @@ def test_grafana_finds_source_and_dashboards_where_they_are_mounted() -> None:
     grafana = mapping(compose["grafana"])
     assert f"./deploy/grafana/dashboards:{folder}:ro" in listing(grafana["volumes"])
     home = mapping(grafana["environment"])["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-    assert home == f"{folder}/{OUTPUT.name}"
+    assert home == f"{folder}/{BOARDS[0].name}.json"
 
 
 def test_grafana_rates_fit_the_interval_of_the_scrapes() -> None:
