@@ -29,6 +29,7 @@ from skein.protocol.log.records import Incident
 from skein.topology.fleet import Link
 from skein.types import JobId, Step
 from skein.wire import codec
+from skein.wire.channel import join_address, split_address
 from skein.wire.credentials import Credentials
 from skein.wire.shown.points import Course
 from skein.wire.v1 import checkpoint_pb2, jobs_pb2
@@ -38,6 +39,7 @@ from skein.wire.views import (
     JobEvent,
     JobStatus,
     Key,
+    PageLink,
     StepFinished,
     VersionReply,
     WorkerStatus,
@@ -169,6 +171,15 @@ class AsyncClient:
         """Links between workers, as these measured them."""
         reply = await self._connection.call(lambda at: at.jobs.Links, jobs_pb2.LinksRequest())
         return tuple(codec.LINK.decode(link) for link in reply.links)
+
+    async def page(self) -> str:
+        """Address of the coordinator's page, for a browser; where it wants a login, one that is good once, for minutes.
+
+        Raises:
+            Refused: the coordinator serves none.
+        """
+        reply = await self._connection.call(lambda at: at.jobs.OpenPage, jobs_pb2.OpenPageRequest())
+        return _page_url(codec.PAGE_LINK.decode(reply), reached=self._connection.at)
 
     async def drain(self, worker: str) -> WorkerStatus:
         """Takes work away from a worker, step by step, and lets it exit."""
@@ -334,6 +345,14 @@ class AsyncJob:
         """Loss, gradient norm, rates and the like of every step and evaluation that counts so far."""
         course = Course(await self.history())
         return Metrics(steps=course.steps, evaluations=course.evaluations)
+
+
+def _page_url(page: PageLink, *, reached: str) -> str:
+    """Address of a page for a browser: at the coordinator's own address, where it is served at all of a machine's."""
+    host, port = split_address("page", page.address)
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared with
+        host, _ = split_address("coordinator", reached)
+    return f"http://{join_address(host, port)}/" + (f"login?link={page.link}" if page.link else "")
 
 
 def _spec_of(job: JobSpec | Path | str) -> JobSpec:

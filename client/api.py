@@ -108,6 +108,7 @@ class Client(_Blocking[AsyncClient]):
     jobs = _blocks(AsyncClient.jobs)
     workers = _blocks(AsyncClient.workers)
     links = _blocks(AsyncClient.links)
+    page = _blocks(AsyncClient.page)
     drain = _blocks(AsyncClient.drain)
     measure = _blocks(AsyncClient.measure)
     incidents = _blocks(AsyncClient.incidents)

@@ -97,6 +97,11 @@ class Connection:
             await channel.close(None)
         return True
 
+    @property
+    def at(self) -> str:
+        """host:port that calls go to at the moment."""
+        return self._at
+
     async def close(self) -> None:
         """Ends all calls."""
         await self._control.close(None)

@@ -19,6 +19,8 @@ from pathlib import Path
 from coordinator.checkpoints import CheckpointStore
 from coordinator.driver import AnswerPlan, AppendLog, Driver, wall_clock
 from coordinator.lead.lease import AGAIN_S, Lead, PatientLog
+from coordinator.page.board import Audience, Board
+from coordinator.page.looks import Looks
 from coordinator.records.journal import Journal
 from coordinator.records.logfile import Holder, LogFull
 from coordinator.records.store import SOMEBODY, LeaseHeld, LogHeld, RunLog
@@ -33,9 +35,10 @@ from skein.protocol.log.records import EpochOpened, Record
 from skein.protocol.membership.membership import LEASE_S
 from skein.storage.places import ANYWHERE, Places
 from skein.types import Epoch
+from skein.wire.channel import is_loopback
 from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.process.files import raise_open_files
-from skein.wire.serving.pages import Pages
+from skein.wire.serving.pages import Pages, on_thread
 
 LOCK_WAIT_S = 5.0
 """Seconds that a successor waits for the process before it to be gone."""
@@ -129,6 +132,7 @@ class Doors:
 
     service: Service
     exposition: Exposition
+    board: Board
     pages: Pages | None
 
     @classmethod
@@ -142,23 +146,33 @@ class Doors:
         raise_open_files()
         metrics.watch_disk(options.state_dir)
         exposition, pages = Exposition(metrics.render), None
+        board = Board(on_thread(exposition.answer), audience_of(options), wall_clock())
         async with AsyncExitStack() as undo:
             if (port := options.metrics_port) is not None:
-                pages = await Pages.open("metrics_port", options.metrics_host, port, exposition.answer)
-                exposition.address = pages.address
+                pages = await Pages.open("metrics_port", options.metrics_host, port, board.answer)
+                exposition.address = board.address = pages.address
                 undo.push_async_callback(pages.close)
             refused = metrics.refused
             service = await listen(
                 options.host, options.port, credentials=options.credentials, count_refusal=refused
             )
             undo.pop_all()
-        return cls(service=service, exposition=exposition, pages=pages)
+        return cls(service=service, exposition=exposition, board=board, pages=pages)
 
     async def close(self) -> None:
         """Answer nobody any more. Idempotent."""
         await self.service.stop()
         if self.pages is not None:
             await self.pages.close()
+
+
+def audience_of(options: ServingOptions) -> Audience:
+    """Audience of the page: on this machine everybody, where a coordinator asks nobody for credentials."""
+    advertised = () if options.advertise is None else (options.advertise.rpartition(":")[0],)
+    return Audience(
+        is_open=options.credentials == NO_CREDENTIALS and is_loopback(options.metrics_host),
+        names=frozenset(name.lower() for name in (*advertised, options.metrics_host)),
+    )
 
 
 class Serving:
@@ -220,7 +234,8 @@ class Serving:
             driver = memory.drive(patient, store, plan, clock)
             address = options.advertise or doors.service.address
             lead, roster = Lead(log, address, takeover_s=options.takeover_s), Roster(memory.machine)
-            await doors.service.admit(driver, store, roster, lead)
+            doors.board.lead(Looks(driver, roster, memory.metrics))
+            await doors.service.admit(driver, store, roster, lead, doors.board)
             memory.metrics.led()
             undo.pop_all()
         for line in log.warnings:
@@ -300,6 +315,7 @@ class Serving:
                 driver.machine.view, workers, num_streams=driver.num_streams, lag_s=max(0.0, lag_s), now=now
             )
             self._doors.exposition.show({worker.worker: worker for worker in workers})
+            await self._doors.board.tell()
 
 
 async def _open_log(options: ServingOptions, clock: Callable[[], float]) -> RunLog:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 import skein
 from coordinator.driver import Driver
+from coordinator.page.board import Board
 from coordinator.service.calls import BusyError, NotFoundError
 from coordinator.telling.status import Roster, brief_status, job_status
 from skein.config.job import JobSpec
@@ -30,8 +31,9 @@ from skein.types import JobId, Step, WorkerId
 from skein.wire import codec
 from skein.wire.context import Context
 from skein.wire.mapping import check_request
+from skein.wire.serving.sessions import LINK_S
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc, log_pb2
-from skein.wire.views import JobStatus, SubmitReply, VersionReply
+from skein.wire.views import JobStatus, PageLink, SubmitReply, VersionReply
 
 MAX_SPEC_BYTES = 1 << 20
 MAX_KEY_CHARACTERS = 256
@@ -49,11 +51,12 @@ MAX_BALLAST_BYTES = 1 << 20
 class Jobs(jobs_pb2_grpc.JobsServicer):
     """Answers from the machine's state once that is durable; wishes go through the driver's inbox."""
 
-    def __init__(self, driver: Driver, roster: Roster, places: Places) -> None:
+    def __init__(self, driver: Driver, roster: Roster, places: Places, board: Board) -> None:
         self._driver = driver
         self._places = places
         self._machine = driver.machine
         self._roster = roster
+        self._board = board
 
     async def Submit(self, request: jobs_pb2.SubmitRequest, context: Context) -> jobs_pb2.SubmitReply:
         _check_key(request.key)
@@ -165,6 +168,10 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         reply = jobs_pb2.ListIncidentsReply(incidents=page, num_incidents=len(found))
         await self._driver.settled()
         return reply
+
+    async def OpenPage(self, request: jobs_pb2.OpenPageRequest, context: Context) -> jobs_pb2.PageLink:
+        link = PageLink(address=self._board.address, link=self._board.link(), link_s=LINK_S)
+        return codec.PAGE_LINK.encode(link)
 
     def _beginning(self, request: jobs_pb2.SubmitRequest, spec: JobSpec) -> Beginning | None:
         """The checkpoint that a job is to begin with, if it names a job; a job of that key has one already."""

@@ -11,6 +11,7 @@ from grpc import aio
 from coordinator.checkpoints import CheckpointStore
 from coordinator.driver import Driver
 from coordinator.lead.lease import Lead
+from coordinator.page.board import Board
 from coordinator.service.calls import Calls, CountRefusal
 from coordinator.service.checkpoint import Checkpoint
 from coordinator.service.control import Control
@@ -83,11 +84,13 @@ class Service:
     _health: Health
     _keeping: asyncio.Task[NoReturn]
 
-    async def admit(self, driver: Driver, store: CheckpointStore, roster: Roster, lead: Lead) -> None:
+    async def admit(
+        self, driver: Driver, store: CheckpointStore, roster: Roster, lead: Lead, board: Board
+    ) -> None:
         """Answer for this driver from now on."""
         server = cast(aio.Server, self.gate)
         control_pb2_grpc.add_ControlServicer_to_server(Control(driver, lead), server)
-        jobs_pb2_grpc.add_JobsServicer_to_server(Jobs(driver, roster, store.places), server)
+        jobs_pb2_grpc.add_JobsServicer_to_server(Jobs(driver, roster, store.places, board), server)
         checkpoint_pb2_grpc.add_CheckpointServicer_to_server(Checkpoint(driver, store), server)
         self.gate.open()
         for name in SERVICES:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 from skein.types import WorkerId
-from skein.wire.serving.pages import JSON, TEXT, Page
+from skein.wire.serving.pages import JSON, TEXT, Page, PageRequest
 from skein.wire.views import WorkerState, WorkerStatus
 
 _HOST = re.compile(r"[A-Za-z0-9.\-\[\]:]{1,255}")
@@ -28,20 +28,21 @@ class Exposition:
         """Replace all workers that `/sd` shows."""
         self._workers = workers
 
-    def answer(self, path: str, host: str) -> Page:
-        """Status, content type and body for a path; `host` is how the reader reached this port."""
+    def answer(self, request: PageRequest) -> Page:
+        """The page at a path."""
+        path, host = request.path, request.host
         if path == "/metrics":
-            return HTTPStatus.OK, TEXT, self._render()
+            return Page(HTTPStatus.OK, TEXT, self._render())
         if path == "/sd":
             target = host if _HOST.fullmatch(host) else self.address
-            return HTTPStatus.OK, JSON, json.dumps(targets(target, self._workers)).encode()
+            return Page(HTTPStatus.OK, JSON, json.dumps(targets(target, self._workers)).encode())
         worker = self._workers.get(WorkerId(path.removeprefix("/metrics/worker/")))
         if worker is None:
-            return HTTPStatus.NOT_FOUND, TEXT, b"try /metrics or /sd\n"
+            return Page(HTTPStatus.NOT_FOUND, TEXT, b"try /, /metrics or /sd\n")
         if worker.state is WorkerState.LOST:
-            return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, b"lost\n"
+            return Page(HTTPStatus.SERVICE_UNAVAILABLE, TEXT, b"lost\n")
         line = f'skein_beat_age_seconds{{worker="{worker.worker}"}} {worker.beat_age_s}\n'
-        return HTTPStatus.OK, TEXT, line.encode()
+        return Page(HTTPStatus.OK, TEXT, line.encode())
 
 
 def targets(target: str, workers: Mapping[WorkerId, WorkerStatus]) -> list[dict[str, object]]:

@@ -259,6 +259,10 @@ class CoordinatorMetrics:
         if isinstance(report, EvaluationDone) and report.phase.scores_walkers and report.num_tokens:
             self._scores[worker] = report.loss_sum / report.num_tokens
 
+    def reported(self, name: str) -> Mapping[WorkerId, Mapping[str, float]]:
+        """Newest values of a statistic, by worker and label."""
+        return {worker: counts[name] for worker, counts in self._counts.items() if name in counts}
+
     def led(self) -> None:
         """Note that this coordinator leads from now on."""
         self._leads.set(1)

@@ -37,6 +37,7 @@ CHECKPOINT_VIEW = Codec(views.CheckpointView, checkpoint_pb2.CheckpointView)
 
 SUBMIT_REPLY = Codec(views.SubmitReply, jobs_pb2.SubmitReply)
 VERSION_REPLY = Codec(views.VersionReply, jobs_pb2.VersionReply)
+PAGE_LINK = Codec(views.PageLink, jobs_pb2.PageLink)
 JOB_STATUS = Codec(views.JobStatus, jobs_pb2.JobStatus)
 WORKER_STATUS = Codec(views.WorkerStatus, jobs_pb2.WorkerStatus)
 JOB_EVENT = Codec(views.JobEvent, jobs_pb2.JobEvent)

@@ -59,6 +59,20 @@ class VersionReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageLink:
+    """A page and what lets whoever opens it in: once, within `link_s`.
+
+    Args:
+        address: host:port where it is served; the host may stand for all of a machine's.
+        link: "" where nobody needs one.
+    """
+
+    address: str
+    link: str
+    link_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTimes:
     """A chunk's ops for one microbatch, as the plan has them and as they are; None: not measured yet."""
 

@@ -38,6 +38,7 @@ from skein.wire.views import (
     JobHappening,
     JobStatus,
     LineLogged,
+    PageLink,
     StateChanged,
     StepFinished,
     SubmitReply,
@@ -170,6 +171,7 @@ class Script:
     """What happens after somebody resumes the job."""
     incidents: list[Incident] = field(default_factory=list)
     """Of every job; told two at a time."""
+    page: PageLink = field(default_factory=lambda: PageLink(address="127.0.0.1:7412", link="", link_s=300.0))
     checkpoints: list[CheckpointView] = field(default_factory=list)
     """Of every job."""
     verified: list[int] = field(default_factory=list)
@@ -322,6 +324,10 @@ class _Jobs(jobs_pb2_grpc.JobsServicer):
         found = [x for x in script.workers if request.worker in ("", x.worker)]
         return jobs_pb2.WorkersReply(workers=[codec.WORKER_STATUS.encode(x) for x in found])
 
+    async def OpenPage(self, request: jobs_pb2.OpenPageRequest, context: Context) -> jobs_pb2.PageLink:
+        await self._checked(context)
+        return codec.PAGE_LINK.encode(self._script.page)
+
     async def Links(self, request: jobs_pb2.LinksRequest, context: Context) -> jobs_pb2.LinksReply:
         await self._checked(context)
         return jobs_pb2.LinksReply(links=[codec.LINK.encode(link())])
@@ -384,9 +390,7 @@ class _Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
 
 
 @contextmanager
-def serving(
-    script: Script, *, token: str | None = None, credentials: Credentials | None = None
-) -> Iterator[str]:
+def serving(script: Script, *, token: str | None = None) -> Iterator[str]:
     """The target of a coordinator that follows `script`."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="scripted-coordinator")
@@ -396,7 +400,7 @@ def serving(
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
     try:
-        server, port = run(_start(script, credentials or Credentials(token=token)))
+        server, port = run(_start(script, token))
         try:
             yield f"127.0.0.1:{port}"
         finally:
@@ -407,10 +411,10 @@ def serving(
         loop.close()
 
 
-async def _start(script: Script, credentials: Credentials) -> tuple[aio.Server, int]:
-    server = open_server(credentials=credentials)
+async def _start(script: Script, token: str | None) -> tuple[aio.Server, int]:
+    server = open_server(credentials=Credentials(token=token))
     jobs_pb2_grpc.add_JobsServicer_to_server(_Jobs(script), server)
     checkpoint_pb2_grpc.add_CheckpointServicer_to_server(_Checkpoint(script), server)
-    port = bind(server, "127.0.0.1", 0, credentials=credentials)
+    port = bind(server, "127.0.0.1", 0)
     await server.start()
     return server, port

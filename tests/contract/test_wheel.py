@@ -62,7 +62,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     wanted = {
         str(path.relative_to(source))
         for package in PACKAGES
-        for suffix in ("*.py", "*.pyi", "py.typed", "*.yaml", "*.json")
+        for suffix in ("*.py", "*.pyi", "py.typed", "*.yaml", "*.json", "*.html", "*.css", "*.js")
         for path in (source / package).rglob(suffix)
     }
     assert held == wanted

@@ -23,6 +23,7 @@ from skein.protocol.messages.directives import Count
 from skein.protocol.messages.reports import Beat, EvaluationDone
 from skein.protocol.messages.tensors import Phase
 from skein.types import Generation, JobId, MicrobatchId, Step, WorkerId
+from skein.wire.serving.pages import Page, PageRequest
 from skein.wire.views import WorkerState
 from tests.coordinator.builders import checkpointed, committed, hello, opened, submitted
 from tests.support.incidents import incident, replayed
@@ -355,14 +356,18 @@ def test_a_lost_worker_is_down_and_an_unknown_path_is_not_found() -> None:
     workers = {worker.worker: worker for worker in roster.workers(now=210.0)}
     assert workers[WorkerId("w1")].state is WorkerState.LOST
     page = Exposition(lambda: b"all")
+
+    def answered(path: str, host: str = "") -> Page:
+        return page.answer(PageRequest(path=path, query={}, fields={"host": host}))
+
     page.show(workers)
-    assert page.answer("/metrics/worker/w1", "")[0] is HTTPStatus.SERVICE_UNAVAILABLE
-    assert page.answer("/metrics/worker/w9", "")[0] is HTTPStatus.NOT_FOUND
-    assert page.answer("/", "")[0] is HTTPStatus.NOT_FOUND
-    assert page.answer("/metrics", "")[2] == b"all"
+    assert answered("/metrics/worker/w1")[0] is HTTPStatus.SERVICE_UNAVAILABLE
+    assert answered("/metrics/worker/w9")[0] is HTTPStatus.NOT_FOUND
+    assert answered("/")[0] is HTTPStatus.NOT_FOUND
+    assert answered("/metrics")[2] == b"all"
     page.address = "10.0.0.1:7412"
-    assert page.address.encode() in page.answer("/sd", 'evil"host/')[2]
-    assert b"lab:1" in page.answer("/sd", "lab:1")[2]
+    assert page.address.encode() in answered("/sd", 'evil"host/')[2]
+    assert b"lab:1" in answered("/sd", "lab:1")[2]
 
 
 def test_room_on_the_disk_of_the_state_directory_is_shown(tmp_path: Path) -> None:

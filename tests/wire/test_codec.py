@@ -43,6 +43,7 @@ PLAIN_REQUESTS = {
     "LinksReply",
     "ListIncidentsRequest",
     "MeasureRequest",
+    "OpenPageRequest",
     "ListIncidentsReply",
     "ListCheckpointsRequest",
     "ListCheckpointsReply",

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from skein.protocol.messages.directives import Count
 from skein.types import WorkerId
 from skein.wire.channel import Lane
-from skein.wire.serving.pages import TEXT, Page, Pages
+from skein.wire.serving.pages import TEXT, Page, PageRequest, Pages, on_thread
 from worker.telling.aggregating import Gauges
 from worker.transport.statistics import Statistics
 
@@ -189,7 +189,7 @@ class WorkerMetrics:
         Raises:
             UserError: the port is taken, or the host is not this machine's.
         """
-        return await Pages.open("metrics_port", host, port, self._page)
+        return await Pages.open("metrics_port", host, port, on_thread(self._page))
 
-    def _page(self, _path: str, _host: str) -> Page:
-        return HTTPStatus.OK, TEXT, generate_latest(self._registry)
+    def _page(self, _request: PageRequest) -> Page:
+        return Page(HTTPStatus.OK, TEXT, generate_latest(self._registry))

@@ -1,32 +1,87 @@
-"""Small pages for whoever asks by HTTP: metrics, discovery. One GET for each connection, on the event loop.
+"""Small pages for whoever asks by HTTP: metrics, discovery, the state of things. One GET for each connection.
 
 Rules of this file
 - Who asks has proved nothing. Connections are few, fewer from one address, and short; a half request costs a place that
   the next caller gets.
-- Pages are made on a thread, one at a time: that of a thousand workers takes longer than the loop may stand still.
+- What takes long is made on a thread, one at a time (`on_thread`): the page of a thousand workers takes longer than the
+  loop may stand still.
+- Live pages have few places of their own. Each piece is made when the one before has left, so a slow reader gets fewer,
+  and one that takes none for `SECONDS` is dropped.
 """
 
 import asyncio
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
-from urllib.parse import urlsplit
+from typing import NamedTuple
+from urllib.parse import parse_qsl, urlsplit
 
 from skein.errors import UserError
 from skein.wire.channel import join_address
 from skein.wire.serving.hosts import counted_as
 from skein.wire.serving.room import Room
 
-Page = tuple[HTTPStatus, str, bytes]
-"""Status, content type and body."""
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 JSON = "application/json"
 MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS = 64, 16
+MAX_LIVE, MAX_LIVE_PER_ADDRESS = 32, 8
+"""Live pages at once; whoever has had one for longest makes room, and its browser asks again."""
 SECONDS = 10.0
-"""For a request and its answer."""
+"""For a request and its answer, or for a piece of a live page."""
 _MAX_HEAD_BYTES = 8192
+_MAX_QUERY_FIELDS = 8
+
+Fields = tuple[tuple[str, str], ...]
+"""Header fields of an answer, beside those that all have."""
+
+
+class Page(NamedTuple):
+    """An answer that is whole."""
+
+    status: HTTPStatus
+    kind: str
+    body: bytes
+    fields: Fields = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LivePage:
+    """An answer that goes on, piece by piece, until `pieces` end or nobody reads them."""
+
+    kind: str
+    pieces: AsyncGenerator[bytes, None]
+    fields: Fields = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageRequest:
+    """A GET as its reader gave it; `fields` are the header's, by lower-case names."""
+
+    path: str
+    query: Mapping[str, str]
+    fields: Mapping[str, str]
+
+    @property
+    def host(self) -> str:
+        """Host by which the reader reached this port."""
+        return self.fields.get("host", "")
+
+
+Answer = Callable[[PageRequest], Awaitable[Page | LivePage]]
+
+
+def on_thread(make: Callable[[PageRequest], Page]) -> Answer:
+    """Answers that `make` gives on a thread, one at a time."""
+    making = asyncio.Lock()
+
+    async def answer(request: PageRequest) -> Page:
+        async with making:
+            return await asyncio.to_thread(make, request)
+
+    return answer
 
 
 class Pages:
@@ -35,22 +90,22 @@ class Pages:
     `address`: host:port where it listens.
     """
 
-    def __init__(self, answer: Callable[[str, str], Page]) -> None:
+    def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._room = Room(most=MAX_CONNECTIONS, per_address=MAX_CONNECTIONS_PER_ADDRESS)
-        self._making = asyncio.Lock()
+        self._live = Room(most=MAX_LIVE, per_address=MAX_LIVE_PER_ADDRESS)
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.address = ""
 
     @classmethod
-    async def open(cls, field: str, host: str, port: int, answer: Callable[[str, str], Page]) -> "Pages":
+    async def open(cls, field: str, host: str, port: int, answer: Answer) -> "Pages":
         """Listen.
 
         Args:
             field: the option that names the port, for errors.
             port: 0 takes a free one.
-            answer: the page for a path and a `Host`, as the reader gave it; called on a thread.
+            answer: the page for a request; called on the loop.
 
         Raises:
             UserError: the address cannot be listened on.
@@ -85,10 +140,16 @@ class Pages:
         peer = writer.get_extra_info("peername") or ("",)
         # So that a page counts as written when the system has all of it.
         writer.transport.set_write_buffer_limits(0)
+        where = counted_as(str(peer[0]))
         try:
-            async with self._room.enter(counted_as(str(peer[0])), SECONDS):
-                writer.write(await self._respond(reader))
+            async with self._room.enter(where, SECONDS):
+                made, has_body = await self._respond(reader)
+                head = _head(made)
+                writer.write(head + made.body if has_body and isinstance(made, Page) else head)
                 await writer.drain()
+            if isinstance(made, LivePage) and has_body:
+                async with self._live.enter(where, None), aclosing(made.pieces) as pieces:
+                    await _tell(writer, pieces)
             writer.close()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
             pass
@@ -97,31 +158,39 @@ class Pages:
             if not writer.is_closing():
                 writer.transport.abort()
 
-    async def _respond(self, reader: asyncio.StreamReader) -> bytes:
+    async def _respond(self, reader: asyncio.StreamReader) -> tuple[Page | LivePage, bool]:
+        """The answer, and whether its body is wanted."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         request, *lines = head.split("\r\n")
         method, _, target = request.partition(" ")
         fields = {name.strip().lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
         if method not in ("GET", "HEAD"):
-            return _response((HTTPStatus.METHOD_NOT_ALLOWED, TEXT, b"GET only\n"), has_body=True)
-        path = ""
+            return Page(HTTPStatus.METHOD_NOT_ALLOWED, TEXT, b"GET only\n"), True
+        path, query = "", dict[str, str]()
         with suppress(ValueError):
-            path = urlsplit(target.partition(" ")[0]).path
-        async with self._making:
-            page = await asyncio.to_thread(self._answer, path, fields.get("host", ""))
-        return _response(page, has_body=method == "GET")
+            split = urlsplit(target.partition(" ")[0])
+            path, query = split.path, dict(parse_qsl(split.query, max_num_fields=_MAX_QUERY_FIELDS))
+        return await self._answer(PageRequest(path=path, query=query, fields=fields)), method == "GET"
 
 
-def _response(page: Page, *, has_body: bool) -> bytes:
-    status, kind, body = page
-    head = (
-        f"HTTP/1.0 {status.value} {status.phrase}\r\n"
-        f"Date: {formatdate(usegmt=True)}\r\n"
-        f"Content-Type: {kind}\r\n"
-        f"Content-Length: {len(body)}\r\n"
-        "Connection: close\r\n\r\n"
-    )
-    return head.encode("latin-1") + (body if has_body else b"")
+async def _tell(writer: asyncio.StreamWriter, pieces: AsyncGenerator[bytes, None]) -> None:
+    async for piece in pieces:
+        async with asyncio.timeout(SECONDS):
+            writer.write(piece)
+            await writer.drain()
+
+
+def _head(page: Page | LivePage) -> bytes:
+    status = page.status if isinstance(page, Page) else HTTPStatus.OK
+    lines = [
+        f"HTTP/1.0 {status.value} {status.phrase}",
+        f"Date: {formatdate(usegmt=True)}",
+        f"Content-Type: {page.kind}",
+        *([f"Content-Length: {len(page.body)}"] if isinstance(page, Page) else []),
+        *(f"{name}: {value}" for name, value in page.fields),
+        "Connection: close",
+    ]
+    return "\r\n".join([*lines, "\r\n"]).encode("latin-1")
 
 
 def _reason(error: OSError | OverflowError) -> str:

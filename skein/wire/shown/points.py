@@ -1,6 +1,6 @@
 """A job's course: what each step and evaluation gave, without what the job went back from."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from skein.wire.views import EvaluationFinished, JobEvent, StepFinished, WentBack
@@ -84,6 +84,22 @@ class Course:
                 )
             )
         return tuple(found)
+
+
+def fewer_points(points: Sequence[Point], most: int) -> tuple[Point, ...]:
+    """At most so many of `points`, evenly; the newest, and all with a validation loss while half of them have room.
+
+    >>> points = [Point(step=step, wall_s=0.0, tokens=0) for step in range(1, 11)]
+    >>> [point.step for point in fewer_points(points, 4)]
+    [1, 4, 7, 10]
+    """
+    if len(points) <= most:
+        return tuple(points)
+    validated = [i for i, point in enumerate(points) if point.validation_loss is not None]
+    kept = set(validated[:: 1 + 2 * len(validated) // most])
+    every = -(-len(points) // max(1, most - len(kept)))
+    kept |= set(range(len(points) - 1, -1, -every))
+    return tuple(points[i] for i in sorted(kept))
 
 
 def measures(point: Point) -> Mapping[str, float]:

@@ -495,6 +495,49 @@ class ListIncidentsReply(_message.Message):
 Global___ListIncidentsReply: _TypeAlias = ListIncidentsReply  # noqa: Y015
 
 @_typing.final
+class OpenPageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenPageRequest: _TypeAlias = OpenPageRequest  # noqa: Y015
+
+@_typing.final
+class PageLink(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    LINK_S_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port where the page is served."""
+    link: _builtins.str
+    """Good once; empty: nobody needs one."""
+    link_s: _builtins.float
+    """For so long."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        link: _builtins.str = ...,
+        link_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "link", b"link", "link_s", b"link_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageLink: _TypeAlias = PageLink  # noqa: Y015
+
+@_typing.final
 class JobStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -99,6 +99,11 @@ class JobsStub:
                 request_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.ListIncidentsRequest.SerializeToString,
                 response_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.ListIncidentsReply.FromString,
                 _registered_method=True)
+        self.OpenPage = channel.unary_unary(
+                '/skein.wire.v1.Jobs/OpenPage',
+                request_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.OpenPageRequest.SerializeToString,
+                response_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.PageLink.FromString,
+                _registered_method=True)
 
 
 class JobsServicer:
@@ -191,6 +196,13 @@ class JobsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenPage(self, request, context):
+        """Makes a link that lets whoever opens it look at the coordinator's page.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -258,6 +270,11 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.ListIncidents,
                     request_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.ListIncidentsRequest.FromString,
                     response_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.ListIncidentsReply.SerializeToString,
+            ),
+            'OpenPage': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenPage,
+                    request_deserializer=skein_dot_wire_dot_v1_dot_jobs__pb2.OpenPageRequest.FromString,
+                    response_serializer=skein_dot_wire_dot_v1_dot_jobs__pb2.PageLink.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -611,6 +628,33 @@ class Jobs:
             '/skein.wire.v1.Jobs/ListIncidents',
             skein_dot_wire_dot_v1_dot_jobs__pb2.ListIncidentsRequest.SerializeToString,
             skein_dot_wire_dot_v1_dot_jobs__pb2.ListIncidentsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenPage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/skein.wire.v1.Jobs/OpenPage',
+            skein_dot_wire_dot_v1_dot_jobs__pb2.OpenPageRequest.SerializeToString,
+            skein_dot_wire_dot_v1_dot_jobs__pb2.PageLink.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,8 @@ class JobsStub:
     """What probes found."""
     ListIncidents: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.ListIncidentsRequest, _jobs_pb2.ListIncidentsReply]
     """What failures cost a job, a piece at a time."""
+    OpenPage: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.OpenPageRequest, _jobs_pb2.PageLink]
+    """Makes a link that lets whoever opens it look at the coordinator's page."""
 
 @_typing.type_check_only
 class JobsAsyncStub(JobsStub):
@@ -79,6 +81,8 @@ class JobsAsyncStub(JobsStub):
     """What probes found."""
     ListIncidents: _aio.UnaryUnaryMultiCallable[_jobs_pb2.ListIncidentsRequest, _jobs_pb2.ListIncidentsReply]  # type: ignore[assignment]
     """What failures cost a job, a piece at a time."""
+    OpenPage: _aio.UnaryUnaryMultiCallable[_jobs_pb2.OpenPageRequest, _jobs_pb2.PageLink]  # type: ignore[assignment]
+    """Makes a link that lets whoever opens it look at the coordinator's page."""
 
 class JobsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -180,5 +184,13 @@ class JobsServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_jobs_pb2.ListIncidentsReply, _abc.Awaitable[_jobs_pb2.ListIncidentsReply]]:
         """What failures cost a job, a piece at a time."""
+
+    @_abc_1.abstractmethod
+    def OpenPage(
+        self,
+        request: _jobs_pb2.OpenPageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_jobs_pb2.PageLink, _abc.Awaitable[_jobs_pb2.PageLink]]:
+        """Makes a link that lets whoever opens it look at the coordinator's page."""
 
 def add_JobsServicer_to_server(servicer: JobsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

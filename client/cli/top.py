@@ -1,0 +1,102 @@
+"""`skein top` and `skein page`: everything at a glance, in this terminal or in a browser."""
+
+import shutil
+from collections.abc import Iterable, Sequence
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from client.api import Client
+from client.cli import DONE, INTERRUPTED
+from client.cli.job.curve import LINES_S, REFRESH_S, wait_for_look
+from client.cli.options import connect_client, remote_command
+from client.cli.show import JOB_COLUMNS, WORKER_COLUMNS, job_row, print_json, worker_row
+from skein.types import JobState
+from skein.wire.channel import is_loopback, split_address
+from skein.wire.views import JobStatus, WorkerState, WorkerStatus
+
+NUM_ENDED = 5
+"""Jobs that have ended, shown beside all others."""
+
+
+@remote_command
+@click.option("--once", is_flag=True, help="Show everything once, as it is now, and end.")
+def top(*, once: bool, is_json: bool) -> int:
+    """Show jobs, queue and workers, again and again, until Ctrl-C. With --json a look is a line."""
+    # Rows are never cut where nobody looks at a screen.
+    console = Console() if shutil.get_terminal_size((0, 0)).columns else Console(width=200)
+    try:
+        with connect_client() as client:
+            if once or is_json or not console.is_terminal:
+                _tell(client, console, once=once, is_json=is_json)
+            else:
+                _show(client, console)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return DONE
+
+
+def _tell(client: Client, console: Console, *, once: bool, is_json: bool) -> None:
+    while True:
+        jobs, workers = client.jobs(), client.workers()
+        if is_json:
+            print_json({"jobs": jobs, "workers": workers})
+        else:
+            console.print(overview(jobs, workers))
+        if once:
+            return
+        wait_for_look(LINES_S)
+
+
+def _show(client: Client, console: Console) -> None:
+    with Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop") as live:
+        while True:
+            live.update(overview(client.jobs(), client.workers()), refresh=True)
+            wait_for_look(REFRESH_S)
+
+
+def overview(jobs: Sequence[JobStatus], workers: Sequence[WorkerStatus]) -> Group:
+    """Jobs, newest first, and workers: a line of totals, and a table of each."""
+    going = [job for job in jobs if not job.state.is_final]
+    shown = [*going, *[job for job in jobs if job.state.is_final][-NUM_ENDED:]][::-1]
+    waiting = sum(job.state is JobState.PENDING for job in going)
+    held = sum(job.state is JobState.HELD for job in going)
+    here = [worker for worker in workers if worker.state is not WorkerState.LOST]
+    idle = sum(worker.state is WorkerState.IDLE for worker in here)
+    line = (
+        f"{len(going) - waiting - held} jobs at work, {waiting} waiting, {held} held; "
+        f"{len(here)} workers, {idle} idle, {len(workers) - len(here)} lost"
+    )
+    return Group(
+        Text(line),
+        _table((*JOB_COLUMNS, "WHY"), ((*job_row(job), job.reason or "-") for job in shown)),
+        _table(WORKER_COLUMNS, map(worker_row, workers)),
+    )
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        # Names are the submitter's choice: text, and no markup or codes that a terminal obeys.
+        table.add_row(*(Text("".join(sign if sign.isprintable() else "?" for sign in cell)) for cell in row))
+    return table
+
+
+@remote_command
+def page(*, is_json: bool) -> None:
+    """Print a link to the coordinator's page. Whoever opens it first, within minutes, may look for some hours."""
+    with connect_client() as client:
+        url, target = client.page(), client.target
+    if is_json:
+        return print_json({"url": url})
+    click.echo(url)
+    served = split_address("page", url.removeprefix("http://").partition("/")[0])
+    called, _ = split_address("coordinator", target.partition(",")[0])
+    if is_loopback(served[0]) and not is_loopback(called):
+        way = f"ssh -L {served[1]}:{served[0]}:{served[1]} {called}"
+        click.echo(f"it is served on the coordinator's machine only; from here, first: {way}", err=True)

@@ -1,0 +1,136 @@
+"""Looks at a coordinator, for its page: views of its state, in the JSON that the command prints with `--json`."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+import skein
+from coordinator.driver import Driver
+from coordinator.telling.metrics import CoordinatorMetrics
+from coordinator.telling.status import Roster, brief_status, job_status
+from skein.plan.clock.walked import bars_of
+from skein.types import JobId
+from skein.wire.shown.plain import plain
+from skein.wire.shown.points import Course, Point, fewer_points
+from skein.wire.views import JobStatus, Key
+
+MAX_JOBS = 100
+"""In an overview: those that have not ended, then the newest of the others."""
+MAX_LINKS = 2000
+MAX_INCIDENTS = 200
+MAX_POINTS = 600
+"""Points of a curve: as many as a screen has columns for."""
+MAX_COURSES = 4
+"""Jobs whose curve is kept between two looks."""
+_AGGREGATED = "skein_worker_aggregation_bytes_total"
+Shown = Mapping[str, object]
+
+
+class Looks:
+    """Looks at a driver's machine, on its loop."""
+
+    def __init__(self, driver: Driver, roster: Roster, metrics: CoordinatorMetrics) -> None:
+        self._driver = driver
+        self._roster = roster
+        self._metrics = metrics
+        self._courses: OrderedDict[JobId, _Followed] = OrderedDict()
+
+    def knows(self, job: str) -> bool:
+        """Whether there is such a job."""
+        return JobId(job) in self._driver.machine.view.history.jobs
+
+    def overview(self) -> Shown:
+        """Jobs, workers, links and bytes of aggregation; of a job all but its file, which may be long."""
+        view, now = self._driver.machine.view, self._driver.now()
+        known = view.history.jobs
+        going = [job for job in known if not view.state_of(job).is_final][:MAX_JOBS]
+        others = [job for job in known if job not in set(going)]
+        shown = {*going, *others[len(others) - (MAX_JOBS - len(going)) :]}
+        return {
+            "now_wall_s": now,
+            "release": skein.__version__,
+            "epoch": view.history.epoch,
+            "num_jobs": len(known),
+            "jobs": [self._brief(job) for job in known if job in shown],
+            "workers": plain(self._roster.workers(now=now)),
+            "num_links": len(view.links),
+            "links": plain([view.links[pair] for pair in sorted(view.links)[:MAX_LINKS]]),
+            "aggregation": self._aggregation(),
+        }
+
+    def job(self, job: str) -> object:
+        """A job in full, as `skein status --json` prints it."""
+        return plain(self._status(job))
+
+    def incidents(self, job: str) -> object:
+        """The newest incidents of a job, oldest first, as `skein incidents --json` prints them."""
+        return plain(self._driver.machine.view.history.jobs[JobId(job)].incidents[-MAX_INCIDENTS:])
+
+    async def curve(self, job: str) -> object:
+        """Points of a job's course, as `skein curve --json` prints them; the newest is always there."""
+        key = JobId(job)
+        followed = self._courses.setdefault(key, _Followed())
+        self._courses.move_to_end(key)
+        while len(self._courses) > MAX_COURSES:
+            self._courses.popitem(last=False)
+        return plain(fewer_points(await followed.points(self._driver, key), MAX_POINTS))
+
+    def step(self, job: str) -> Callable[[], Shown]:
+        """Makes the ops of one step, planned and as measured; takes long, and reads nothing that changes."""
+        history = self._driver.machine.view.history.jobs[JobId(job)]
+        status, plan = self._status(job), None if history.plan is None else history.plan.plan
+        latency_s = {pair: link.latency_s for pair, link in self._driver.machine.view.links.items()}
+
+        def made() -> Shown:
+            if plan is None:
+                return {"planned": None, "measured": None}
+            planned_ways, planned_ops = plan.transfer_times, plan.chunk_times
+            ops = [times.measured or times.planned for times in status.chunk_times]
+            ways = [times.measured or times.planned for times in status.transfer_times]
+            is_measured = any(times.measured is not None for times in status.chunk_times)
+            return {
+                "workers": list(plan.workers),
+                "planned_s": status.predicted_step_s,
+                "planned": plain(bars_of(plan, planned_ops, planned_ways, latency_s)),
+                "measured_s": status.measured_step_s,
+                "measured": plain(bars_of(plan, ops, ways, latency_s)) if is_measured else None,
+            }
+
+        return made
+
+    def _status(self, job: str) -> JobStatus:
+        return job_status(self._driver.machine.view, self._driver.journal, JobId(job))
+
+    def _brief(self, job: JobId) -> Shown:
+        found = plain(brief_status(self._status(job)))
+        assert isinstance(found, dict)
+        del found["spec"]
+        return found
+
+    def _aggregation(self) -> Sequence[Shown]:
+        """Bytes that each worker has sent for aggregation since it began, by rule and receiver."""
+        found = []
+        for worker, values in sorted(self._metrics.reported(_AGGREGATED).items()):
+            for label, value in sorted(values.items()):
+                rule, _, receiver = label.partition("/")
+                found.append({"rule": rule, "sender": worker, "receiver": receiver, "num_bytes": value})
+        return found
+
+
+class _Followed:
+    """A job's course as far as it was read."""
+
+    def __init__(self) -> None:
+        self._course = Course()
+        self._read: Key = (0, 0)
+        self._reading = asyncio.Lock()
+
+    async def points(self, driver: Driver, job: JobId) -> tuple[Point, ...]:
+        async with self._reading:
+            events = driver.journal.watch(
+                job, since=self._read[0], since_line=self._read[1], is_following=False
+            )
+            async for event in events:
+                self._course.take(event)
+                self._read = event.key
+            return self._course.points()

@@ -1,0 +1,64 @@
+"""Everything at a glance: in the terminal, and by a link to the page."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from client.cli import run
+from skein.types import JobState
+from skein.wire.shown.plain import plain
+from skein.wire.views import PageLink, WorkerState
+from tests.client.cli.said import Captured
+from tests.client.conftest import Scripted
+from tests.client.scripted import status, worker
+
+
+def test_top_shows_jobs_and_workers_with_what_the_queue_waits_for(
+    coordinator: Scripted, capsys: Captured
+) -> None:
+    waits = replace(status("waits-2", state=JobState.PENDING), reason="needs 4 workers, 1 is free")
+    coordinator.script.jobs["waits-2"] = waits
+    coordinator.script.workers.append(worker("w2", state=WorkerState.IDLE))
+    assert run(["top", "--once"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "1 jobs at work, 1 waiting, 0 held; 2 workers, 1 idle, 0 lost"
+    assert told[2].startswith("waits-2")
+    assert "needs 4 workers, 1 is free" in told[2]
+    assert [line.split()[0] for line in told[-2:]] == ["w1", "w2"]
+
+
+def test_top_gives_programs_what_lists_of_jobs_and_workers_give(
+    coordinator: Scripted, capsys: Captured
+) -> None:
+    assert run(["top", "--once", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    script = coordinator.script
+    assert found == {"jobs": plain(list(script.jobs.values())), "workers": plain(script.workers)}
+
+
+def test_a_name_cannot_speak_to_the_terminal(coordinator: Scripted, capsys: Captured) -> None:
+    hostile = replace(status(), name="[red]\x1b[2J\x07", reason="\x1b]0;owned\x07")
+    coordinator.script.jobs = {"first-job-1": hostile}
+    assert run(["top", "--once"]) == 0
+    told = capsys.readouterr().out
+    assert "\x1b" not in told
+    assert "[red]?[2J?" in told
+
+
+@pytest.mark.parametrize(
+    ("address", "link", "url"),
+    [
+        ("127.0.0.1:7412", "", "http://127.0.0.1:7412/"),
+        ("0.0.0.0:7412", "once", "http://127.0.0.1:7412/login?link=once"),
+        ("[::1]:7412", "once", "http://[::1]:7412/login?link=once"),
+    ],
+)
+def test_a_link_leads_to_where_the_coordinator_is_reached(
+    address: str, link: str, url: str, coordinator: Scripted, capsys: Captured
+) -> None:
+    coordinator.script.page = PageLink(address=address, link=link, link_s=300.0)
+    assert run(["page"]) == 0
+    assert capsys.readouterr().out == f"{url}\n"
+    assert run(["page", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"url": url}
