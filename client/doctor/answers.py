@@ -114,35 +114,38 @@ def look_at_peers(client: Client) -> Iterator[DoctorFinding]:
         yield doubtful("workers", "none", f"start some: skein worker up --join {client.target}")
         return
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
-        troubles = list(filter(None, pool.map(_trouble, workers)))
-    yield from troubles
-    if not troubles:
-        yield fine("workers", f"{len(workers)} of {len(workers)} can be reached from here")
+        dialled = list(pool.map(_dial, workers))
+    yield from (trouble for _, trouble in dialled if trouble is not None)
+    if all(trouble is None for _, trouble in dialled):
+        far_s, farthest = max((took_s, x.worker) for (took_s, _), x in zip(dialled, workers, strict=True))
+        reached = f"{len(workers)} of {len(workers)} can be reached from here"
+        yield fine("workers", f"{reached}, the farthest is {farthest}, {1e3 * far_s:.1f} ms away")
     if links := client.links():
         yield slowest_link(links)
 
 
-def _trouble(worker: WorkerStatus) -> DoctorFinding | None:
-    """Finding on a worker that cannot be used from here; None if it can."""
+def _dial(worker: WorkerStatus) -> tuple[float, DoctorFinding | None]:
+    """Seconds that a connection to a worker takes to open, and why it cannot be used from here, if so."""
+    began_s = time.monotonic()
     try:
         host, port = split_address("worker", worker.address)
         finding = reach((host, port))
-        if not finding.is_failed:
-            hole = look_for_black_hole(host, port)
-            return (
-                hole and wrong("workers", f"{worker.worker}: {hole.found}", hole.cure)
-                if _fails(hole)
-                else None
-            )
-        found, cause = f"{worker.worker} cannot be reached at {worker.address} from here", finding.found
+        took_s = time.monotonic() - began_s
+        hole = None if finding.is_failed else look_for_black_hole(host, port)
     except (OSError, UserError) as error:
-        found, cause = f"{worker.worker} cannot be reached at {worker.address} from here", str(error)
+        return 0.0, _unusable(worker, str(error))
+    if finding.is_failed:
+        return took_s, _unusable(worker, finding.found)
+    if hole is not None and hole.is_failed:
+        return took_s, wrong("workers", f"{worker.worker}: {hole.found}", hole.cure)
+    return took_s, None
+
+
+def _unusable(worker: WorkerStatus, cause: str) -> DoctorFinding:
     cure = "open its port, or start it with --advertise and an address that its peers reach"
-    return wrong("workers", f"{found} ({cause})", cure)
-
-
-def _fails(finding: DoctorFinding | None) -> bool:
-    return finding is not None and finding.is_failed
+    return wrong(
+        "workers", f"{worker.worker} cannot be reached at {worker.address} from here ({cause})", cure
+    )
 
 
 def slowest_link(links: Sequence[Link]) -> DoctorFinding:
