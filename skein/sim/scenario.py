@@ -122,24 +122,20 @@ def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) ->
             raise Violated(f"no end after {now:.0f} simulated seconds:\n{tail}")
         idling.look(world)
         coordinator = world.coordinator
-        states = [] if coordinator is None else _states(coordinator.history, job)
-        if (
-            len(states) == len(world.submitted)
-            and not world.is_appending
-            and all(state is not None and state.is_final for state in states)
-        ):
+        if coordinator is not None and not world.is_appending and _have_ended(world, coordinator.history):
             break
     check_replay(world)
     for one in _history(world).jobs:
         check_log(world, one)
-    assert states[0] is not None
-    return _outcome(world, states[0])
+    state = _history(world).state_of(job)
+    assert state is not None
+    return _outcome(world, state)
 
 
-def _states(history: History, first: JobId) -> list[JobState | None]:
-    """Final states of all jobs, that of the first before the others."""
-    jobs = sorted(history.jobs, key=lambda job: job != first)
-    return [history.state_of(job) for job in jobs]
+def _have_ended(world: World, history: History) -> bool:
+    """Whether all jobs that were handed in have ended."""
+    jobs = history.jobs.values()
+    return len(jobs) == len(world.submitted) and all(job.end is not None for job in jobs)
 
 
 def _outcome(world: World, state: JobState) -> Outcome:
