@@ -49,7 +49,7 @@ def test_jobs_wait_for_each_other_in_the_order_of_submission() -> None:
     assert (first, second, third) == ("small-1", "small-2", "small-3")
     assert desk.machine.view.state_of(first) is JobState.PAUSED
     assert desk.machine.view.state_of(third) is JobState.PENDING
-    assert desk.machine.view.reason_of(first) == "waiting for workers"
+    assert desk.machine.view.reason_of(first) == "waiting for workers: it wants 1 at least, and 0 are here"
     assert desk.machine.view.reason_of(third) == "waiting for workers: it wants 1 at least, and 0 are here"
     desk.give(CancelAsked(job=first))
     assert desk.machine.view.state_of(first) is JobState.CANCELLED

@@ -33,7 +33,7 @@ class CoordinatorView:
     measured: Mapping[JobId, Measured]
     runs: Mapping[JobId, RunView]
     waits: Mapping[JobId, str]
-    """Jobs without a run, each with what it waits for."""
+    """Jobs without workers, where several share them, each with what it waits for."""
 
     def run_of(self, worker: WorkerId) -> RunView | None:
         """The run that a worker is with."""
@@ -46,13 +46,20 @@ class CoordinatorView:
             return final
         return JobState.PENDING if run is None else run.state
 
+    def waits_since_s(self, job: JobId) -> float | None:
+        """Wall-clock time since which a job waits for workers; None: it does not."""
+        known, run = self.history.jobs[job], self.runs.get(job)
+        if self.history.state_of(job) is not None or (run is not None and run.crew):
+            return None
+        return known.last_wall_s
+
     def reason_of(self, job: JobId) -> str:
         """Reason for the job's state, in one line."""
         known, run = self.history.jobs[job], self.runs.get(job)
         at_rest = known.end or known.held
         if at_rest is not None:
             return at_rest.reason
-        if run is None:
+        if run is None or (job in self.waits and known.halt is None):
             return self.waits.get(job, "waiting")
         if known.halt is not None:
             return f"to be {known.halt.state.value} when it is saved ({known.halt.reason}); {run.reason}"

@@ -35,7 +35,7 @@ class Idling:
         waiting = {
             job: (world.term, idle, now)
             for job in coordinator.view.waits
-            if _would_run(coordinator, job, idle)
+            if job not in coordinator.view.runs and _would_run(coordinator, job, idle)
         }
         for job, (term, here, _) in waiting.items():
             before = self._since.get(job)

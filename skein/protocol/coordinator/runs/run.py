@@ -22,7 +22,7 @@ from skein.protocol.deadline import TimePassed
 from skein.protocol.membership import membership
 from skein.protocol.messages import reports
 from skein.protocol.rounds.round import LedgerHeard
-from skein.types import JobState, WorkerId
+from skein.types import Incarnation, JobState, WorkerId
 
 
 class Run:
@@ -228,6 +228,11 @@ class Run:
         return min(parts.stepping.grace_ends_at(), parts.vigil.barks_at(self.plan))
 
     # --- for others to see ---
+
+    def may_await(self, incarnation: Incarnation) -> bool:
+        """Whether a process may hold something of the job."""
+        known = {**self.job.may_hold, **self._parts.members.keepers}
+        return any(member.incarnation == incarnation for member in known)
 
     @property
     def excluded(self) -> Collection[WorkerId]:

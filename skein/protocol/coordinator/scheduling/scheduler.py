@@ -29,6 +29,8 @@ SETTLE_S = 5.0
 """Seconds after a loss, or a start of the coordinator, in which no worker is moved."""
 LOOK_S = 1.0
 """Seconds between two looks at who should be where, while nothing tells of a change."""
+SMALL_S = 5.0
+"""Seconds for which a job works on fewer workers than its gang until those are all that it is sure to keep."""
 HALF_LIFE_S = 86400.0
 """Seconds in which what a namespace has used comes to count half as much."""
 _MOVED = "is with another job"
@@ -52,6 +54,7 @@ class Scheduler:
         self._is_started = False
         self._is_changed = True
         self._looks_at = 0.0
+        self._small_since: dict[JobId, float] = {}
         self._settles_at = 0.0
 
     def run_of(self, worker: WorkerId) -> Run | None:
@@ -93,15 +96,17 @@ class Scheduler:
             self._crews.take(job, self._live[worker])
 
     def _home(self, incarnation: Incarnation) -> JobId | None:
-        had = [
-            run.job
-            for run in self.runs.values()
-            if any(x.incarnation == incarnation for x in run.job.members)
-        ]
-        newest = max(had, key=lambda job: job.generation, default=None)
-        if newest is None:
+        """The run that waits for a process, or had it last; else the only run, if that takes everybody."""
+
+        def claim(run: Run) -> tuple[bool, int]:
+            had_it = any(member.incarnation == incarnation for member in run.job.members)
+            return run.may_await(incarnation), int(run.job.generation) if had_it else 0
+
+        claims = {job: claim(run) for job, run in self.runs.items()}
+        best = max(claims, key=lambda job: claims[job], default=None)
+        if best is None or not any(claims[best]):
             return next(iter(self.runs), None) if not self._has_choice() else None
-        return newest.job
+        return best
 
     def _lost(self, worker: WorkerId, *, now: float) -> Run | None:
         """A worker is gone; gives the run that it was with."""
@@ -122,6 +127,7 @@ class Scheduler:
             return
         while self._is_changed or now >= self._looks_at:
             self._is_changed, self._looks_at = False, now + LOOK_S
+            self._note_small(now=now)
             self._put(share(self._asks(now=now), self._stands()), now=now)
             self._forget_ended()
         self._release(now=now)
@@ -186,16 +192,38 @@ class Scheduler:
 
     # --- facts ---
 
+    def _note_small(self, *, now: float) -> None:
+        small = {
+            job
+            for job, run in self.runs.items()
+            if run.plan is not None and 0 < self._num_used(job) < num_least(run.job.spec, len(self._live))
+        }
+        self._small_since = {job: self._small_since.get(job, now) for job in small}
+
+    def _num_used(self, job: JobId) -> int:
+        plan = self.runs[job].plan
+        return 0 if plan is None else len(self._crews.of(job).keys() & set(plan.workers))
+
+    def _num_least(self, job: JobHistory, num_here: int, *, now: float) -> int:
+        """Gang of a job; of one that has worked on fewer for a while, those."""
+        least = num_least(job.spec, num_here)
+        small_since = self._small_since.get(job.job)
+        is_small = small_since is not None and now >= small_since + SMALL_S
+        return min(least, self._num_used(job.job)) if is_small else least
+
     def _asks(self, *, now: float) -> list[JobAsk]:
         used_s: Counter[str] = Counter()
         for job in self._out.history.jobs.values():
             used_s[job.namespace] += job.worker_s * 0.5 ** (max(0.0, now - job.last_wall_s) / HALF_LIFE_S)
-        return [self._ask(job, number, used_s[job.namespace]) for number, job in enumerate(self._pending())]
+        return [
+            self._ask(job, number, used_s[job.namespace], now=now)
+            for number, job in enumerate(self._pending())
+        ]
 
-    def _ask(self, job: JobHistory, number: int, used_s: float) -> JobAsk:
+    def _ask(self, job: JobHistory, number: int, used_s: float, *, now: float) -> JobAsk:
         spec, run = job.spec, self.runs.get(job.job)
         may_use = self._may_use(job.job, spec)
-        least = num_least(spec, len(may_use))
+        least = self._num_least(job, len(may_use), now=now)
         return JobAsk(
             job=job.job,
             number=number,
@@ -204,7 +232,7 @@ class Scheduler:
             used_s=used_s,
             is_active=run is not None,
             num_least=least,
-            num_useful=max(least, num_wanted(spec.parallel)),
+            num_useful=max(num_least(spec, len(may_use)), num_wanted(spec.parallel)),
             num_most=spec.resources.max_workers or len(self._live),
             may_use=may_use,
             fits=lambda workers: self._fitting.lacks(job, workers) is None,
@@ -241,8 +269,12 @@ class Scheduler:
 
     def _put(self, shares: Shares, *, now: float) -> None:
         """Have everybody go where the rule wants them, as far as they may now."""
-        for job in [job for job in self._pending() if job.job not in self.runs]:
-            self._start_with_gang(job, shares, now=now)
+        for job in self._pending():
+            self.waits.pop(job.job, None)
+            if job.job not in self.runs:
+                self._start_with_gang(job, shares, now=now)
+            elif not self._crews.of(job.job):
+                self.waits[job.job] = self._why(job, shares)
         for worker, wanted in shares.by_worker.items():
             owner = self._crews.owner(worker)
             if owner is None:
@@ -259,14 +291,15 @@ class Scheduler:
         free = frozenset(worker for worker in wanted if self._crews.owner(worker) is None)
         least = num_least(job.spec, len(self._may_use(job.job, job.spec)))
         if len(free) >= least and free and self._fitting.lacks(job, free) is None:
-            self.waits.pop(job.job, None)
             self._start(job, tuple(worker for worker in self._live if worker in free), now=now)
         else:
-            self.waits[job.job] = self._why(job, wanted - free, least)
+            self.waits[job.job] = self._why(job, shares)
 
-    def _why(self, job: JobHistory, coming: frozenset[WorkerId], least: int) -> str:
-        """Reason why a job has no run yet, in words."""
+    def _why(self, job: JobHistory, shares: Shares) -> str:
+        """Reason why a job has no workers yet, in words."""
         may_use, sites = self._may_use(job.job, job.spec), job.spec.resources.sites
+        least = num_least(job.spec, len(may_use))
+        coming = [worker for worker in shares.of(job.job) if self._crews.owner(worker) is not None]
         where = f" at {' or '.join(sites)}" if sites else ""
         if coming:
             return f"waiting for {', '.join(sorted(coming))} to end a step of another job"
@@ -274,7 +307,7 @@ class Scheduler:
             return f"waiting for workers: it wants {least} at least{where}, and {len(may_use)} are here"
         if (lacking := self._fitting.lacks(job, may_use)) is not None:
             return f"waiting for other workers{where}: {lacking}"
-        others = ", ".join(self.runs)
+        others = ", ".join(other for other in self.runs if self._crews.of(other))
         return f"waiting for {others}: it wants {least} of {len(may_use)} workers{where} at least, and they keep theirs"
 
     def _call(self, worker: WorkerId, run: Run, job: JobId | None, *, now: float) -> None:
