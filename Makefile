@@ -31,7 +31,7 @@ UNITS = $(TEST_ENV) $(BIN)/python -m pytest --ignore=tests/e2e -n 2 --dist works
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test units e2e e2e-long coverage matrix scale check bench bench-aggregation proto fmt compose-test \
+.PHONY: help setup demo test units e2e e2e-long coverage matrix scale screenshots check bench bench-aggregation proto fmt compose-test \
 	docs sim constraints locks sbom clean
 
 help: ## list these targets
@@ -68,6 +68,9 @@ matrix: setup ## tests of long matrices (shapes, strikes, moments, rules, seeds)
 
 scale: setup ## a thousand simulated workers
 	$(BIN)/skein bench scale
+
+screenshots: setup ## of the page, in a browser that looks at a real run; into docs/screenshots
+	SKEIN_SCREENSHOTS=docs/screenshots $(TEST_ENV) $(BIN)/python -m pytest tests/e2e/test_page.py
 
 check: setup ## style, types, layers, generated code, packaging
 	$(BIN)/ruff check .
