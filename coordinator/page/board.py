@@ -28,6 +28,7 @@ from coordinator.page.looks import Looks
 from skein.errors import UserError
 from skein.wire.serving.pages import JSON, Answer, Fields, LivePage, Page, PageRequest
 from skein.wire.serving.sessions import SESSION_S, Sessions
+from skein.wire.shown.plain import plain
 
 HTML = "text/html; charset=utf-8"
 EVENTS = "text/event-stream; charset=utf-8"
@@ -209,7 +210,7 @@ def _nothing() -> Page:
 
 
 def _json(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+    return json.dumps(plain(value), separators=(",", ":")).encode()
 
 
 @cache

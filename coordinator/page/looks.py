@@ -1,8 +1,12 @@
-"""Looks at a coordinator, for its page: views of its state, in the JSON that the command prints with `--json`."""
+"""Looks at a coordinator, for its page: views of its state, in the JSON that the command prints with `--json`.
+
+What is given is to be made JSON of by `plain`, on a thread: that of a thousand workers takes long.
+"""
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import skein
 from coordinator.driver import Driver
@@ -10,7 +14,6 @@ from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import Roster, brief_status, job_status
 from skein.plan.clock.walked import bars_of
 from skein.types import JobId
-from skein.wire.shown.plain import plain
 from skein.wire.shown.points import Course, Point, fewer_points
 from skein.wire.views import JobStatus, Key
 
@@ -52,19 +55,19 @@ class Looks:
             "epoch": view.history.epoch,
             "num_jobs": len(known),
             "jobs": [self._brief(job) for job in known if job in shown],
-            "workers": plain(self._roster.workers(now=now)),
+            "workers": self._roster.workers(now=now),
             "num_links": len(view.links),
-            "links": plain([view.links[pair] for pair in sorted(view.links)[:MAX_LINKS]]),
+            "links": [view.links[pair] for pair in sorted(view.links)[:MAX_LINKS]],
             "aggregation": self._aggregation(),
         }
 
     def job(self, job: str) -> object:
         """A job in full, as `skein status --json` prints it."""
-        return plain(self._status(job))
+        return self._status(job)
 
     def incidents(self, job: str) -> object:
         """The newest incidents of a job, oldest first, as `skein incidents --json` prints them."""
-        return plain(self._driver.machine.view.history.jobs[JobId(job)].incidents[-MAX_INCIDENTS:])
+        return self._driver.machine.view.history.jobs[JobId(job)].incidents[-MAX_INCIDENTS:]
 
     async def curve(self, job: str) -> object:
         """Points of a job's course, as `skein curve --json` prints them; the newest is always there."""
@@ -73,7 +76,7 @@ class Looks:
         self._courses.move_to_end(key)
         while len(self._courses) > MAX_COURSES:
             self._courses.popitem(last=False)
-        return plain(fewer_points(await followed.points(self._driver, key), MAX_POINTS))
+        return fewer_points(await followed.points(self._driver, key), MAX_POINTS)
 
     def step(self, job: str) -> Callable[[], Shown]:
         """Makes the ops of one step, planned and as measured; takes long, and reads nothing that changes."""
@@ -91,9 +94,9 @@ class Looks:
             return {
                 "workers": list(plan.workers),
                 "planned_s": status.predicted_step_s,
-                "planned": plain(bars_of(plan, planned_ops, planned_ways, latency_s)),
+                "planned": bars_of(plan, planned_ops, planned_ways, latency_s),
                 "measured_s": status.measured_step_s,
-                "measured": plain(bars_of(plan, ops, ways, latency_s)) if is_measured else None,
+                "measured": bars_of(plan, ops, ways, latency_s) if is_measured else None,
             }
 
         return made
@@ -101,11 +104,8 @@ class Looks:
     def _status(self, job: str) -> JobStatus:
         return job_status(self._driver.machine.view, self._driver.journal, JobId(job))
 
-    def _brief(self, job: JobId) -> Shown:
-        found = plain(brief_status(self._status(job)))
-        assert isinstance(found, dict)
-        del found["spec"]
-        return found
+    def _brief(self, job: JobId) -> JobStatus:
+        return replace(brief_status(self._status(job)), spec="null")
 
     def _aggregation(self) -> Sequence[Shown]:
         """Bytes that each worker has sent for aggregation since it began, by rule and receiver."""

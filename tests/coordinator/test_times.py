@@ -1,5 +1,6 @@
 """Planned beside measured, for clients and for Prometheus: of a job that a simulated fleet works on."""
 
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
 
@@ -9,6 +10,7 @@ from coordinator.records.journal import Journal
 from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import Roster, brief_status, job_status
 from skein.config.job import PlanSpec
+from skein.plan.clock.walked import bars_of
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.log.records import Record
 from skein.sim.scenario import make_world
@@ -77,6 +79,28 @@ def test_each_way_is_shown_as_planned_and_as_it_is() -> None:
         alone_s = link.latency_s + times.measured.num_bytes / link.bytes_per_s
         # Tensors may wait for each other, and what the links' latencies are is known by a probe only later.
         assert times.measured.seconds >= 0.9 * alone_s / 2
+
+
+def test_a_step_is_drawn_op_by_op_as_planned_and_as_it_is() -> None:
+    plan, found = plan_of(world(version=12)), status(version=12)
+    latency_s = {pair: link.latency_s for pair, link in machine(version=12).view.links.items()}
+    planned = bars_of(plan, plan.chunk_times, plan.transfer_times, latency_s)
+    ops = [times.measured or times.planned for times in found.chunk_times]
+    ways = [times.measured or times.planned for times in found.transfer_times]
+    measured = bars_of(plan, ops, ways, latency_s)
+    assert planned is not None
+    assert measured is not None
+    drawn = sorted((schedule.worker, op.kind, op.stage) for schedule in plan.schedules for op in schedule.ops)
+    assert sorted(bar[:3] for bar in planned) == sorted(bar[:3] for bar in measured) == drawn
+    for bars in (planned, measured):
+        for one, following in itertools.pairwise(sorted(bars, key=lambda bar: (bar.worker, bar.begin_s))):
+            assert one.worker != following.worker or one.end_s <= following.begin_s
+    # Aggregation follows the last op; worker 1 is three times as slow as planned.
+    assert 0 < max(bar.end_s for bar in planned) <= found.predicted_step_s
+    slow_s = sum(bar.end_s - bar.begin_s for bar in measured if bar.worker == worker(1))
+    assert slow_s == pytest.approx(
+        3 * sum(bar.end_s - bar.begin_s for bar in planned if bar.worker == worker(1)), rel=0.06
+    )
 
 
 def test_an_epoch_of_the_data_is_known_while_the_job_is_at_work() -> None:
