@@ -27,6 +27,7 @@ ROLES: Final[Mapping[str, frozenset[CallerRole]]] = {
     "Jobs/Version": frozenset(CallerRole),
     "Jobs/Links": _VIEWERS,
     "Jobs/ListIncidents": _VIEWERS,
+    "Jobs/OpenPage": _VIEWERS,
     "Checkpoint/Put": _WORKERS,
     "Checkpoint/Get": _WORKERS | _SUBMITTERS,
     "Checkpoint/Manifest": _WORKERS | _SUBMITTERS,
