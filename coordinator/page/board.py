@@ -175,7 +175,9 @@ class Board:
     # --- who may look ---
 
     def _login(self, request: PageRequest) -> Page:
-        session = self.sessions.redeem(request.query.get("link", ""), now=self._now())
+        link = request.query.get("link", "")
+        # What looks ahead of people uses nothing up.
+        session = None if request.is_head else self.sessions.redeem(link, now=self._now())
         if session is None:
             line = "This link was used, or is over. For another one, run: skein page"
             return _line(HTTPStatus.UNAUTHORIZED, line)

@@ -52,13 +52,15 @@ def page_of(running: Serving) -> str:
     return running.where().metrics_address or ""
 
 
-async def asked(running: Serving, path: str, **fields: str) -> tuple[int, dict[str, str], bytes]:
+async def asked(
+    running: Serving, path: str, method: str = "GET", **fields: str
+) -> tuple[int, dict[str, str], bytes]:
     """Status, header and body of an answer."""
     target = page_of(running)
     sent = {"Host": target} | {name.replace("_", "-"): value for name, value in fields.items()}
     async with asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection(*target.rsplit(":", 1))
-        lines = [f"GET {path} HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items()), "\r\n"]
+        lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items()), "\r\n"]
         writer.write("\r\n".join(lines).encode())
         answer = await reader.read()
         writer.close()
@@ -149,6 +151,7 @@ async def test_with_credentials_a_link_lets_one_browser_in_once(tmp_path: Path) 
             url = await client.page()
         assert url.startswith(f"http://{page_of(running)}/login?link=")
         login = url.partition(page_of(running))[2]
+        assert (await asked(running, login, method="HEAD"))[0] == 401
         status, fields, _ = await asked(running, login)
         cookie, *how = fields["Set-Cookie"].split("; ")
         assert status == 200

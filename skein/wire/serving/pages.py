@@ -58,11 +58,12 @@ class LivePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRequest:
-    """A GET as its reader gave it; `fields` are the header's, by lower-case names."""
+    """A GET as its reader gave it; `fields` are the header's, by lower-case names. `is_head`: of that the header."""
 
     path: str
     query: Mapping[str, str]
     fields: Mapping[str, str]
+    is_head: bool = False
 
     @property
     def host(self) -> str:
@@ -170,7 +171,8 @@ class Pages:
         with suppress(ValueError):
             split = urlsplit(target.partition(" ")[0])
             path, query = split.path, dict(parse_qsl(split.query, max_num_fields=_MAX_QUERY_FIELDS))
-        return await self._answer(PageRequest(path=path, query=query, fields=fields)), method == "GET"
+        asked = PageRequest(path=path, query=query, fields=fields, is_head=method == "HEAD")
+        return await self._answer(asked), not asked.is_head
 
 
 async def _tell(writer: asyncio.StreamWriter, pieces: AsyncGenerator[bytes, None]) -> None:
