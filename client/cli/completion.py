@@ -65,7 +65,7 @@ def place(shell: str) -> Path:
 
 
 def _step_left(shell: str, path: Path) -> str | None:
-    """What only the user can do so that the shell looks there; None: nothing."""
+    """Step that only the user can take so that the shell looks there; None: there is none."""
     match shell:
         case "bash" if not Path("/usr/share/bash-completion/bash_completion").exists():
             return f"bash-completion is not installed: install it, or add to ~/.bashrc: . {path}"

@@ -11,7 +11,7 @@ from grpc import aio
 
 from skein.wire.context import Context, Parse
 from skein.wire.identity.names import LOCAL, Caller, CallerRole, caller_of
-from skein.wire.identity.roles import why_not
+from skein.wire.identity.roles import why_barred
 from skein.wire.serving.health import HEALTH_SERVICE
 from skein.wire.serving.reading import Behaviour, Method, answer, with_behaviour
 
@@ -54,7 +54,7 @@ class NamedCallers(aio.ServerInterceptor):  # type: ignore[type-arg]
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, NAMELESS)
         if caller != LOCAL and self._is_revoked(caller):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, revoked_text(caller))
-        if (reason := why_not(caller, method)) is not None:
+        if (reason := why_barred(caller, method)) is not None:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
         call, key = asyncio.current_task(), (caller.role, caller.name)
         assert call is not None

@@ -40,12 +40,12 @@ ROLES: Final[Mapping[str, frozenset[CallerRole]]] = {
 """Roles that may call a method, by Service/Method."""
 
 
-def why_not(caller: Caller, method: str) -> str | None:
+def why_barred(caller: Caller, method: str) -> str | None:
     """Reason why somebody may not call `method`, as gRPC spells it (/package.Service/Method); None if they may.
 
-    >>> why_not(Caller(name="ada", role=CallerRole.VIEWER), "/skein.wire.v1.Jobs/Drain")
+    >>> why_barred(Caller(name="ada", role=CallerRole.VIEWER), "/skein.wire.v1.Jobs/Drain")
     'viewer ada may not call Drain, which is for: admin'
-    >>> why_not(Caller(name="ada", role=CallerRole.ADMIN), "/skein.wire.v1.Jobs/Drain")
+    >>> why_barred(Caller(name="ada", role=CallerRole.ADMIN), "/skein.wire.v1.Jobs/Drain")
     """
     allowed = ROLES.get(method.removeprefix(_PACKAGE), frozenset())
     if caller.role in allowed:
