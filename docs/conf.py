@@ -41,7 +41,9 @@ html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html", "re
 
 default_role = "code"  # in docstrings single backquotes are code, as in Markdown
 autodoc_member_order = "bysource"
-autodoc_typehints_format = "short"
+autodoc_typehints_format = "fully-qualified"
+python_use_unqualified_type_names = True
+autodoc_use_type_comments = False
 autodoc_inherit_docstrings = False
 suppress_warnings = ["ref.python"]  # a name that two modules have may be linked to either
 napoleon_numpy_docstring = False
