@@ -11,6 +11,7 @@ from client.cli.options import connect_client, remote_command, target
 from client.cli.show import print_json
 from client.connection import DEFAULT_TARGET
 from client.doctor.answers import look_at_link, look_at_peers, look_at_version
+from client.doctor.certificates import look_at_identity
 from client.doctor.finding import DoctorFinding, doubtful, fine, wrong
 from client.doctor.installation import look_at_installation
 from client.doctor.room import look_at_data, look_for_room
@@ -20,6 +21,7 @@ from client.jobfile import read_job
 from skein.errors import SkeinError, UserError
 from skein.storage.roots import Roots
 from skein.wire.channel import split_address
+from skein.wire.identity.passport import Passport
 from skein.wire.leader import split_addresses
 from skein.wire.process.options import data_root_option
 from skein.wire.process.state_dir import default_state_dir
@@ -49,6 +51,12 @@ ROLES = ("client", "worker", "coordinator")
     show_default="the one after its port",
     help="Of a coordinator that is to be started here.",
 )
+@click.option(
+    "--identity",
+    "identity_file",
+    type=click.Path(path_type=Path),
+    help="Key and certificate by which this machine is known; the connection is tried with them.",
+)
 def doctor(
     *,
     role: str | None,
@@ -56,11 +64,12 @@ def doctor(
     data_roots: tuple[Path, ...],
     state_dir: Path,
     metrics_port: int | None,
+    identity_file: Path | None,
     is_json: bool,
 ) -> int:
     """Look for what could go wrong here, and with the coordinator if there is one. Exit 1 if something will."""
     failures = 0
-    for finding in _look(role, state_dir, metrics_port, job_file, data_roots):
+    for finding in _look(role, state_dir, metrics_port, job_file, data_roots, identity_file):
         failures += finding.is_failed
         print_json(finding) if is_json else click.echo(_line(finding))
     return FAILED if failures else DONE
@@ -77,15 +86,20 @@ def _look(
     metrics_port: int | None,
     job_file: Path | None,
     data_roots: tuple[Path, ...],
+    identity_file: Path | None,
 ) -> Iterator[DoctorFinding]:
     yield from look_at_installation(role)
     yield from look_for_room(state_dir, role)
     if job_file is not None:
         yield from _data(job_file, data_roots)
-    token = _token()
-    yield token
-    if not token.is_failed:
-        yield from _coordinator(metrics_port)
+    passport = None
+    if identity_file is None:
+        proof = _token()
+    else:
+        proof, passport = look_at_identity(identity_file)
+    yield proof
+    if not proof.is_failed:
+        yield from _coordinator(metrics_port, passport)
 
 
 def _data(job_file: Path, data_roots: tuple[Path, ...]) -> Iterator[DoctorFinding]:
@@ -109,7 +123,7 @@ def _token() -> DoctorFinding:
     return fine("token", str(target().token_file))
 
 
-def _coordinator(metrics_port: int | None) -> Iterator[DoctorFinding]:
+def _coordinator(metrics_port: int | None, passport: Passport | None) -> Iterator[DoctorFinding]:
     """Findings on the way to the coordinator, on it and its workers; where none is, whether one could be started."""
     name = target().coordinator
     try:
@@ -117,7 +131,7 @@ def _coordinator(metrics_port: int | None) -> Iterator[DoctorFinding]:
     except UserError as error:
         yield wrong("coordinator", str(error.value), error.hint)
         return
-    way = list(look_along(host, port))
+    way = list(look_along(host, port, passport))
     if way[-1].is_failed and name == DEFAULT_TARGET:
         yield doubtful(
             "coordinator", f"none here ({way[-1].found})", "fine if it is elsewhere: give --coordinator"
@@ -132,7 +146,8 @@ def _coordinator(metrics_port: int | None) -> Iterator[DoctorFinding]:
         yield hole
         if hole.is_failed:
             return
-    yield from _answers()
+    if passport is None:
+        yield from _answers()
 
 
 def _answers() -> Iterator[DoctorFinding]:

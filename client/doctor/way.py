@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 
+from client.doctor.certificates import shake_hands, speaks_tls
 from client.doctor.finding import DoctorFinding, fine, wrong
 from skein.wire.channel import is_loopback, join_address
+from skein.wire.identity.passport import Passport
 
 Address = tuple[str, int]
 """Numeric host and port."""
@@ -30,14 +32,19 @@ _FILLER_BYTES = 8192
 _FILLER = struct.pack(">I", _FILLER_BYTES)[1:] + bytes((0xBE, 0, 0, 0, 0, 0)) + bytes(_FILLER_BYTES)
 """A frame of a kind that HTTP/2 does not know and so ignores."""
 _SETTINGS = 4
+WANTS_TLS = "wants TLS"
 _PACKET_BYTES = (1400, 1280, 1000, 576)
 """Sizes that are tried once full packets have vanished."""
 _HEADER_BYTES = 40
 _IP_MTU, _IPV6_MTU = 14, 24
 
 
-def look_along(host: str, port: int) -> Iterator[DoctorFinding]:
-    """Findings on the way to host:port, up to the first that fails."""
+def look_along(host: str, port: int, passport: Passport | None = None) -> Iterator[DoctorFinding]:
+    """Findings on the way to host:port, up to the first that fails.
+
+    Args:
+        passport: by which we are known there; None: connections are not encrypted.
+    """
     try:
         family, _, _, _, numeric = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
@@ -51,7 +58,7 @@ def look_along(host: str, port: int) -> Iterator[DoctorFinding]:
         yield finding
         if finding.is_failed:
             return
-    yield _service(address)
+    yield _service(address) if passport is None else shake_hands(address, passport, _PREFACE)
 
 
 def _route(family: int, address: Address) -> DoctorFinding:
@@ -118,6 +125,9 @@ def _service(address: Address) -> DoctorFinding:
     other = unlike_grpc(said)
     if other is None:
         return fine("service", "speaks HTTP/2, as gRPC does")
+    if other == WANTS_TLS or (not said and speaks_tls(address)):
+        cure = "it asks for certificates: join with a line from skein token create, or name yours with --identity"
+        return wrong("service", f"{shown} {WANTS_TLS}", cure)
     cure = "check the port: a coordinator listens at 7411 unless told otherwise, its metrics at 7412"
     return wrong("service", f"{shown} {other}{cause}", cure)
 
@@ -136,7 +146,7 @@ def unlike_grpc(said: bytes) -> str | None:
     if said.startswith(b"SSH-"):
         return "speaks SSH"
     if said.startswith(b"\x15\x03"):
-        return "wants TLS"
+        return WANTS_TLS
     return f"speaks something else: {said[:16]!r}" if said else "closes the connection without a word"
 
 

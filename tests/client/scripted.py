@@ -390,7 +390,9 @@ class _Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
 
 
 @contextmanager
-def serving(script: Script, *, token: str | None = None) -> Iterator[str]:
+def serving(
+    script: Script, *, token: str | None = None, credentials: Credentials | None = None
+) -> Iterator[str]:
     """The target of a coordinator that follows `script`."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="scripted-coordinator")
@@ -400,7 +402,7 @@ def serving(script: Script, *, token: str | None = None) -> Iterator[str]:
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
     try:
-        server, port = run(_start(script, token))
+        server, port = run(_start(script, credentials or Credentials(token=token)))
         try:
             yield f"127.0.0.1:{port}"
         finally:
@@ -411,10 +413,10 @@ def serving(script: Script, *, token: str | None = None) -> Iterator[str]:
         loop.close()
 
 
-async def _start(script: Script, token: str | None) -> tuple[aio.Server, int]:
-    server = open_server(credentials=Credentials(token=token))
+async def _start(script: Script, credentials: Credentials) -> tuple[aio.Server, int]:
+    server = open_server(credentials=credentials)
     jobs_pb2_grpc.add_JobsServicer_to_server(_Jobs(script), server)
     checkpoint_pb2_grpc.add_CheckpointServicer_to_server(_Checkpoint(script), server)
-    port = bind(server, "127.0.0.1", 0)
+    port = bind(server, "127.0.0.1", 0, credentials=credentials)
     await server.start()
     return server, port
