@@ -315,7 +315,7 @@ class Serving:
                 driver.machine.view, workers, num_streams=driver.num_streams, lag_s=max(0.0, lag_s), now=now
             )
             self._doors.exposition.show({worker.worker: worker for worker in workers})
-            await self._doors.board.tell()
+            self._doors.board.tell()
 
 
 async def _open_log(options: ServingOptions, clock: Callable[[], float]) -> RunLog:

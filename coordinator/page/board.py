@@ -81,7 +81,9 @@ class Board:
         self.sessions = Sessions()
         self.address = ""
         self._looks: Looks | None = None
-        self._news = b""
+        self._news: bytes | None = None
+        """Overview as the first who listens has found it since they were told."""
+        self._making = asyncio.Lock()
         self._has_news = asyncio.Event()
         self._num_listening = 0
 
@@ -99,13 +101,11 @@ class Board:
             raise UserError("page", "none", "start the coordinator with a --metrics-port, which serves it")
         return "" if self._audience.is_open else self.sessions.link(now=self._now())
 
-    async def tell(self) -> None:
+    def tell(self) -> None:
         """Have those who listen told how things are; wanted every second or so. Costs nothing while nobody does."""
-        if self._num_listening and self._looks is not None:
-            overview = self._looks.overview()
-            self._news = await asyncio.to_thread(_json, overview)
-            told, self._has_news = self._has_news, asyncio.Event()
-            told.set()
+        self._news = None
+        told, self._has_news = self._has_news, asyncio.Event()
+        told.set()
 
     async def answer(self, request: PageRequest) -> Page | LivePage:
         """The page, or the pieces, for a request."""
@@ -151,11 +151,10 @@ class Board:
         return Page(HTTPStatus.OK, JSON, await asyncio.to_thread(_json, found), _PLAIN)
 
     async def _pieces(self, request: PageRequest) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: how things are now, and again whenever that is another. A slow reader skips some."""
-        assert self._looks is not None
+        """Server-sent events: how things are now, and again whenever they are told. A slow reader skips some."""
         self._num_listening += 1
         try:
-            news = await asyncio.to_thread(_json, self._looks.overview())
+            news = await self._overview()
             yield f"retry: {_AGAIN_MS}\n\n".encode()
             while self._may_look(request):
                 yield b"data: " + news + b"\n\n" if news else b": \n\n"
@@ -169,8 +168,16 @@ class Board:
         with suppress(TimeoutError):
             async with asyncio.timeout(QUIET_S):
                 await has_news.wait()
-                return self._news
+            return await self._overview()
         return b""
+
+    async def _overview(self) -> bytes:
+        """The overview, made once for all who listen."""
+        async with self._making:
+            if self._news is None:
+                assert self._looks is not None
+                self._news = await asyncio.to_thread(_json, self._looks.overview())
+            return self._news
 
     # --- who may look ---
 

@@ -236,7 +236,6 @@ async def test_a_listener_that_reads_nothing_is_dropped(
     monkeypatch.setattr(pages, "SECONDS", 0.2)
     async with coordinator(tmp_path) as running:
         board = running._doors.board
-        monkeypatch.setattr(board, "_news", b"x" * (32 << 20))
 
         async def huge() -> bytes:
             return b"x" * (32 << 20)
