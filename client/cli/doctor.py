@@ -148,6 +148,9 @@ def _coordinator(metrics_port: int | None, passport: Passport | None) -> Iterato
             return
     if passport is None:
         yield from _answers()
+    else:
+        cure = "calls of commands show a token and no certificate: version, clock, link and workers are not looked at"
+        yield doubtful("coordinator", "not asked", cure)
 
 
 def _answers() -> Iterator[DoctorFinding]:
