@@ -196,6 +196,8 @@ class CoordinatorMetrics:
         self._incidents = _Incidents(registry)
         # --- the coordinator ---
         self._jobs_by_state = new_gauge("skein_jobs", "Jobs, by state", ["state"])
+        self._queue = new_gauge("skein_queue_jobs", "Jobs that wait for workers")
+        self._waiting = new_gauge("skein_queue_waiting_seconds", "Since a job waits for workers", ["job"])
         self._workers = new_gauge("skein_workers", "Workers, by state", ["state"])
         self._lease = new_gauge("skein_lease_remaining_seconds", "Until a worker counts as lost", ["worker"])
         self._generation = new_gauge("skein_generation_number", "Of the newest plan")
@@ -375,6 +377,7 @@ class CoordinatorMetrics:
         self._streams.set(num_streams)
         self._lag.set(lag_s)
         _set_by_state(self._jobs_by_state, JobState, [view.state_of(job) for job in history.jobs])
+        self._sample_queue(view, now=now)
         _set_by_state(self._workers, WorkerState, [worker.state for worker in workers])
         leased = sorted(live)[:MAX_WORKERS]
         for worker in leased:
@@ -391,6 +394,14 @@ class CoordinatorMetrics:
         for job, kept in self._jobs.items():
             if kept.checkpoint_wall_s is not None:
                 self._checkpoint_age.labels(job).set(max(0.0, now - kept.checkpoint_wall_s))
+
+    def _sample_queue(self, view: CoordinatorView, *, now: float) -> None:
+        """Jobs that wait for workers, and since when those have that wait longest."""
+        since = {job: at for job in view.history.jobs if (at := view.waits_since_s(job)) is not None}
+        self._queue.set(len(since))
+        self._waiting.clear()
+        for job in sorted(since, key=lambda job: since[job])[:MAX_LABELS]:
+            self._waiting.labels(job).set(max(0.0, now - since[job]))
 
     def _sample_scores(self, live: Collection[WorkerId]) -> None:
         """The newest scores of walkers whose heads' workers are here."""

@@ -131,6 +131,8 @@ class JobStatus:
     """Left out of steps so far, for their walkers were not waited for."""
     num_train_samples: int = 0
     """Samples of an epoch of the data; 0 while no worker has told."""
+    waiting_since_wall_s: float | None = None
+    """Wall-clock time since which it has waited for workers; None: it does not wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

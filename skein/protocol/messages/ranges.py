@@ -83,7 +83,7 @@ _FIELDS = {
         "seconds forward_s backward_s loss_s latency_s running_s elapsed_s lease_s beat_s beat_age_s "
         "measured_age_s link_s silent_s fenced_s step_s measured_step_s predicted_step_s lower_bound_s"
     ),
-    WALL: "wall_s submitted_wall_s opened_s origin_s",
+    WALL: "wall_s submitted_wall_s opened_s origin_s waiting_since_wall_s",
     SPEED: "flops_per_s",
     STATISTIC: "spread predicted_spread Count.value",
     BANDWIDTH: "bytes_per_s",

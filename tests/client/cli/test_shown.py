@@ -1,10 +1,11 @@
 """Jobs as they are now: lists and pages."""
 
+import time
 from dataclasses import replace
 
 from client.cli import run
 from skein.plan.changing.redundancy import LeftOut, Shortfall
-from skein.types import StageIndex, WorkerId
+from skein.types import JobId, JobState, StageIndex, WorkerId
 from skein.wire.shown.plain import plain
 from tests.client.cli.said import Captured, lines
 from tests.client.conftest import Scripted
@@ -153,3 +154,29 @@ def test_a_prediction_that_is_far_off_is_told_instead_of_how_good_the_plan_is(
     assert "no plan below" not in out
     [row] = [line for line in out.splitlines() if line.startswith("step ")]
     assert row.split()[-2:] == ["657", "times"]
+
+
+def test_the_queue_tells_whose_turn_it_is_and_what_the_others_wait_for(
+    coordinator: Scripted, capsys: Captured
+) -> None:
+    [name] = coordinator.script.jobs
+    at_work = coordinator.script.jobs[name]
+    waiting = replace(
+        at_work,
+        job=JobId("second-2"),
+        state=JobState.PENDING,
+        num_workers=0,
+        waiting_since_wall_s=time.time() - 65.0,
+        spec=at_work.spec.replace('"priority":0', '"priority":3'),
+        reason="waiting for first-job-1",
+    )
+    over = replace(at_work, job=JobId("over-3"), state=JobState.FINISHED)
+    coordinator.script.jobs |= {waiting.job: waiting, over.job: over}
+    assert run(["queue"]) == 0
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split() == ["JOB", "PRIORITY", "STATE", "WORKERS", "WAITING", "WHY"]
+    assert first.split()[:5] == ["second-2", "3", "pending", "0", "1:05"]
+    assert first.endswith("waiting for first-job-1")
+    assert second.split() == ["first-job-1", "0", "running", "2", "-"]
+    assert run(["queue", "--json"]) == 0
+    assert [found["job"] for found in lines(capsys.readouterr().out)] == ["second-2", "first-job-1"]

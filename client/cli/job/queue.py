@@ -1,0 +1,36 @@
+"""`skein queue`: jobs that have not ended, in the order of their turn, and what those wait for that have no workers."""
+
+import json
+import time
+
+from client.cli.options import connect_client, remote_command
+from client.cli.show import duration, print_listed
+from skein.wire.views import JobStatus
+
+QUEUE_COLUMNS = ("JOB", "PRIORITY", "STATE", "WORKERS", "WAITING", "WHY")
+
+
+@remote_command
+def queue(*, is_json: bool) -> None:
+    """List jobs that have not ended: higher priorities first, then older ones."""
+    with connect_client() as client:
+        found = [status for status in client.jobs() if not status.state.is_final]
+    found.sort(key=lambda status: (-_priority(status), status.submitted_wall_s))
+    print_listed(found, QUEUE_COLUMNS, queue_row, nothing="no job waits or works", is_json=is_json)
+
+
+def _priority(status: JobStatus) -> int:
+    return int(json.loads(status.spec).get("priority", 0))
+
+
+def queue_row(status: JobStatus) -> tuple[str, ...]:
+    """A job in the queue; see `QUEUE_COLUMNS`."""
+    since = status.waiting_since_wall_s
+    return (
+        status.job,
+        str(_priority(status)),
+        status.state,
+        str(status.num_workers),
+        "-" if since is None else duration(max(0.0, time.time() - since)),
+        status.reason,
+    )
