@@ -33,7 +33,7 @@ from skein.types import (
     Step,
     WorkerId,
 )
-from skein.wire.channel import PART_BYTES, Lane, bind, open_channel, open_server
+from skein.wire.channel import PART_BYTES, Lane, bind, open_channel, open_channel_to, open_server
 from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.extra import DType, FetchStateRequest
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
@@ -85,7 +85,7 @@ class Station:
         self.peers = Peers(
             name,
             group=group,
-            dial=partial(open_channel, credentials=NO_CREDENTIALS),
+            dial=partial(open_channel_to, credentials=NO_CREDENTIALS),
             on_failed=self._failed,
             statistics=statistics,
         )

@@ -30,15 +30,17 @@ from skein.topology.fleet import Link
 from skein.types import JobId, Step
 from skein.wire import codec
 from skein.wire.channel import join_address, split_address
-from skein.wire.credentials import Credentials
+from skein.wire.credentials import Credentials, Wallet
+from skein.wire.identity.passport import Passport
 from skein.wire.shown.points import Course
-from skein.wire.v1 import checkpoint_pb2, jobs_pb2
+from skein.wire.v1 import checkpoint_pb2, identity_pb2, jobs_pb2
 from skein.wire.views import (
     CheckpointView,
     EvaluationFinished,
     JobEvent,
     JobStatus,
     Key,
+    KnownIdentity,
     PageLink,
     StepFinished,
     VersionReply,
@@ -78,6 +80,7 @@ class AsyncClient:
     Args:
         target: host:port of the coordinator, or several with commas between: its own and those of its standbys.
         token: what is in its token file; None where it has none.
+        passport: the caller's identity, where the coordinator wants certificates.
         timeout_s: for one try of one call; raise this if the coordinator is on the far side of a very slow link.
         patience_s: how long a coordinator that has answered before may be gone, for instance to be restarted.
 
@@ -90,10 +93,11 @@ class AsyncClient:
         target: str = DEFAULT_TARGET,
         *,
         token: str | None = None,
+        passport: Passport | None = None,
         timeout_s: float = TIMEOUT_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        credentials = Credentials(token=token)
+        credentials = Credentials(token=token, wallet=None if passport is None else Wallet(passport))
         self._connection = Connection(
             target, credentials=credentials, timeout_s=timeout_s, patience_s=patience_s
         )
@@ -171,6 +175,27 @@ class AsyncClient:
         """Links between workers, as these measured them."""
         reply = await self._connection.call(lambda at: at.jobs.Links, jobs_pb2.LinksRequest())
         return tuple(codec.LINK.decode(link) for link in reply.links)
+
+    async def create_token(
+        self, role: str, *, life_s: float, uses: int, namespace: str = ""
+    ) -> tuple[str, float]:
+        """A line by which somebody joins with `role`, so many times, and the Unix time at which it ends."""
+        request = identity_pb2.CreateTokenRequest(role=role, namespace=namespace, life_s=life_s, uses=uses)
+        reply = await self._connection.call(lambda at: at.identities.CreateToken, request)
+        return reply.line, reply.ends_s
+
+    async def identities(self) -> tuple[KnownIdentity, ...]:
+        """All identities that were made out, oldest first."""
+        request = identity_pb2.ListIdentitiesRequest()
+        reply = await self._connection.call(lambda at: at.identities.ListIdentities, request)
+        return tuple(codec.KNOWN_IDENTITY.decode(found) for found in reply.identities)
+
+    async def revoke(self, role: str, name: str) -> KnownIdentity:
+        """Ends an identity at once, with all that goes on in its name."""
+        request = identity_pb2.RevokeRequest(role=role, name=name)
+        return codec.KNOWN_IDENTITY.decode(
+            await self._connection.call(lambda at: at.identities.Revoke, request)
+        )
 
     async def page(self) -> str:
         """Address of the coordinator's page, for a browser; where it wants a login, one that is good once, for minutes.

@@ -19,6 +19,7 @@ from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 from client.aio import TIMEOUT_S, AsyncClient, AsyncJob
 from client.connection import DEFAULT_TARGET, PATIENCE_S
 from skein.config.job import JobSpec
+from skein.wire.identity.passport import Passport
 from skein.wire.views import JobEvent, Key
 
 A = TypeVar("A")
@@ -61,13 +62,14 @@ class Client(_Blocking[AsyncClient]):
         target: str = DEFAULT_TARGET,
         *,
         token: str | None = None,
+        passport: Passport | None = None,
         timeout_s: float = TIMEOUT_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
         with ExitStack() as undo:
             loop = _Loop()
             undo.callback(loop.stop)
-            super().__init__(loop, loop.run(_opened(target, token, timeout_s, patience_s)))
+            super().__init__(loop, loop.run(_opened(target, token, passport, timeout_s, patience_s)))
             undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -108,6 +110,9 @@ class Client(_Blocking[AsyncClient]):
     jobs = _blocks(AsyncClient.jobs)
     workers = _blocks(AsyncClient.workers)
     links = _blocks(AsyncClient.links)
+    create_token = _blocks(AsyncClient.create_token)
+    identities = _blocks(AsyncClient.identities)
+    revoke = _blocks(AsyncClient.revoke)
     page = _blocks(AsyncClient.page)
     drain = _blocks(AsyncClient.drain)
     measure = _blocks(AsyncClient.measure)
@@ -148,9 +153,11 @@ class Job(_Blocking[AsyncJob]):
     metrics = _blocks(AsyncJob.metrics)
 
 
-async def _opened(target: str, token: str | None, timeout_s: float, patience_s: float) -> AsyncClient:
+async def _opened(
+    target: str, token: str | None, passport: Passport | None, timeout_s: float, patience_s: float
+) -> AsyncClient:
     """A client that belongs to the running loop."""
-    return AsyncClient(target, token=token, timeout_s=timeout_s, patience_s=patience_s)
+    return AsyncClient(target, token=token, passport=passport, timeout_s=timeout_s, patience_s=patience_s)
 
 
 class _Loop:

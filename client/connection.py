@@ -22,7 +22,7 @@ from skein.wire.channel import Lane, open_channel
 from skein.wire.credentials import Credentials
 from skein.wire.extra import GetRequest
 from skein.wire.leader import find_leader, named_leader, split_addresses
-from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
+from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, identity_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from skein.wire.views import JobEvent, Key, VersionReply
 
 Request = TypeVar("Request")
@@ -72,6 +72,7 @@ class Connection:
         self._control = self._dial(address, Lane.CONTROL)
         self._bulk = self._dial(address, Lane.STATE)
         self.jobs = jobs_pb2_grpc.JobsStub(self._control)
+        self.identities = identity_pb2_grpc.IdentitiesStub(self._control)
         self.checkpoint = checkpoint_pb2_grpc.CheckpointStub(self._bulk)
 
     def _dial(self, address: str, lane: Lane) -> aio.Channel:

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import click
 
-from coordinator.launcher import DEFAULT_METRICS_PORT, DEFAULT_PORT, CoordinatorOptions, run_coordinator
+from coordinator.launcher import (
+    DEFAULT_ENROL_PORT,
+    DEFAULT_METRICS_PORT,
+    DEFAULT_PORT,
+    CoordinatorOptions,
+    run_coordinator,
+)
 from coordinator.records.store import state_path
 from skein.errors import UserError
 from skein.protocol.membership.membership import LEASE_S
@@ -52,6 +58,15 @@ from skein.wire.process.state_dir import default_state_dir
     help="Calls need the token in this file.",
 )
 @insecure_option
+@click.option(
+    "--certificates",
+    "has_certificates",
+    is_flag=True,
+    help="Let nobody in without a certificate; by itself beyond this machine, but with --insecure.",
+)
+@click.option(
+    "--enrol-port", default=DEFAULT_ENROL_PORT, help="Port where a line of skein token create gives one."
+)
 @click.option("--ray", "ray_address", help="Head of an existing Ray cluster, host:port; else one is started.")
 @click.option("--num-cpus", default=2, help="CPUs of the cluster that is started; planning uses them.")
 @metrics_host_option
@@ -71,6 +86,8 @@ def main(
     advertise: str | None,
     token_file: Path | None,
     insecure: bool,
+    has_certificates: bool,
+    enrol_port: int,
     ray_address: str | None,
     num_cpus: int,
     metrics_host: str,
@@ -97,6 +114,8 @@ def main(
         metrics_port=metrics_port or None,
         token_file=token_file,
         allow_insecure=insecure,
+        has_certificates=has_certificates,
+        enrol_port=enrol_port,
         lease_s=lease_s,
         ray_address=ray_address,
         num_cpus=num_cpus,

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Self
 
+from coordinator.identity.office import ADMIN_FILE
+from coordinator.identity.office import FOLDER as AUTHORITY_FOLDER
 from coordinator.launch.folder import RayFolder, take_folder
 from coordinator.launch.guard import GIVE_UP_S
 from coordinator.records.store import LOCK_FILE
@@ -34,7 +36,7 @@ from skein.storage.outside import is_full
 from skein.storage.places import Places
 from skein.storage.roots import EVERYTHING
 from skein.units import format_bytes
-from skein.wire.channel import join_address, require_safe_bind, split_address, try_address
+from skein.wire.channel import is_loopback, join_address, split_address, try_address
 from skein.wire.credentials import Credentials
 from skein.wire.process.logs import LogFormat
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 7411
 DEFAULT_METRICS_PORT = 7412
+DEFAULT_ENROL_PORT = 7413
 RAY_TOKEN_FILE = "ray_token"  # noqa: S105 - a file name
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - only compared with
 START_BYTES = 1 << 20
@@ -59,9 +62,10 @@ class CoordinatorOptions(ServingOptions):
 
     port: int = DEFAULT_PORT
     metrics_port: int | None = DEFAULT_METRICS_PORT
+    enrol_port: int = DEFAULT_ENROL_PORT
     token_file: Path | None = None
     allow_insecure: bool = False
-    """Listen beyond this machine without a token."""
+    """Listen beyond this machine in the clear, and without certificates."""
     is_standby: bool = False
     """Do not lead while another coordinator on the same state directory does."""
     ray_address: str | None = None
@@ -111,8 +115,7 @@ def _fail(error: SkeinError, code: int) -> int:
 
 def _check(options: CoordinatorOptions) -> None:
     """Refuse options that cannot work, whatever the machine is like."""
-    credentials = Credentials.read(options.token_file)
-    require_safe_bind(options.host, credentials, allow_insecure=options.allow_insecure)
+    _ = Credentials.read(options.token_file)
     if not 0 < options.port < 2**16:
         raise UserError("port", options.port, "give a port between 1 and 65535")
     if options.lease_s < 0.5:
@@ -125,6 +128,12 @@ def _check(options: CoordinatorOptions) -> None:
         raise UserError("ray", "not installed", f"install it with: {install_hint('coordinator')}")
     _ = advertised(options)
     _ = places_of(options)
+
+
+def needs_certificates(options: CoordinatorOptions) -> bool:
+    """Whether callers need certificates: where it is asked for, and by itself beyond this machine."""
+    is_in_the_clear = options.allow_insecure or options.token_file is not None or is_loopback(options.host)
+    return options.has_certificates or not is_in_the_clear
 
 
 def places_of(options: CoordinatorOptions) -> Places:
@@ -174,6 +183,8 @@ def _run(options: CoordinatorOptions, signals: _Signals, undo: ExitStack) -> Non
         if not options.is_standby:
             _wait_for_lock(state_dir, signals)
         _require_free("listen", options.host, options.port)
+        if needs_certificates(options):
+            _require_free("enrol_port", options.host, options.enrol_port)
         if options.metrics_port is not None:
             _require_free("metrics_port", options.metrics_host, options.metrics_port)
     undo.callback(LogFollower(_log_file(options, state_dir), sys.stderr).close)
@@ -337,6 +348,7 @@ def _host(
         advertise=advertised(options),
         name=f"{socket.gethostname()}-{secrets.token_hex(4)}",
         places=places_of(options),
+        has_certificates=needs_certificates(options),
     )
     host = HostActor.bring_up(
         HostOptions(
@@ -356,6 +368,8 @@ def _host(
         print(f"skein coordinator stands by on {address} state={state_dir}", flush=True)
     while (serves := host.serves(_TICK_S)) is None:
         signals.check()
+    if serving.has_certificates:
+        print(f"skein identity of its admin: {state_dir / AUTHORITY_FOLDER / ADMIN_FILE}", flush=True)
     metrics = "" if serves.metrics_address is None else f" metrics=http://{serves.metrics_address}/metrics"
     print(
         f"skein coordinator ready on {serves.address} epoch={serves.epoch} state={state_dir}{metrics}",

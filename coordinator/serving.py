@@ -18,6 +18,8 @@ from pathlib import Path
 
 from coordinator.checkpoints import CheckpointStore
 from coordinator.driver import AnswerPlan, AppendLog, Driver, wall_clock
+from coordinator.identity.office import FOLDER as AUTHORITY_FOLDER
+from coordinator.identity.office import IdentityOffice
 from coordinator.lead.lease import AGAIN_S, Lead, PatientLog
 from coordinator.page.board import Audience, Board
 from coordinator.page.looks import Looks
@@ -60,6 +62,7 @@ class ServingOptions:
 
     `state_dir`: run log and checkpoints; whoever has it is the coordinator.
     `advertise`: host:port by which others reach it; None: where it listens. `credentials`: what calls need.
+    `has_certificates`: everybody needs one instead; who has none gets it at `enrol_port`, for a token.
     `metrics_port` None: no metrics. `lease_s`: silence after which a worker is lost; raise it if workers are stopped
     for longer than that by their machines. `name`: shared by the coordinators that one launcher starts, one after the
     other, and by no more. `takeover_s`: silence after which a standby leads; raise it if disks stall for longer.
@@ -72,6 +75,8 @@ class ServingOptions:
     port: int = 0
     advertise: str | None = None
     credentials: Credentials = NO_CREDENTIALS
+    has_certificates: bool = False
+    enrol_port: int = 0
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     lease_s: float = LEASE_S
@@ -152,9 +157,18 @@ class Doors:
                 pages = await Pages.open("metrics_port", options.metrics_host, port, board.answer)
                 exposition.address = board.address = pages.address
                 undo.push_async_callback(pages.close)
-            refused = metrics.refused
+            office, credentials = None, options.credentials
+            if options.has_certificates:
+                office = await asyncio.to_thread(IdentityOffice, options.state_dir / AUTHORITY_FOLDER)
+                undo.callback(office.close)
+                credentials = office.credentials
             service = await listen(
-                options.host, options.port, credentials=options.credentials, count_refusal=refused
+                options.host,
+                options.port,
+                credentials=credentials,
+                count_refusal=metrics.refused,
+                office=office,
+                enrol_port=options.enrol_port,
             )
             undo.pop_all()
         return cls(service=service, exposition=exposition, board=board, pages=pages)

@@ -12,23 +12,27 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from skein.errors import UserError
+from skein.errors import RemoteError, UserError
 from skein.own import install_hint
 from skein.protocol.worker.worker_io import StopRequested, WorkerEvent
 from skein.storage.places import Places
 from skein.types import WORKER_NAME_PATTERN, Incarnation, SiteId, WorkerId
 from skein.wire.channel import join_address, require_safe_bind, split_address
-from skein.wire.credentials import Credentials
+from skein.wire.credentials import Credentials, Wallet
+from skein.wire.identity.joining import JoinLine, is_join_line
+from skein.wire.identity.passport import utc_text
 from skein.wire.leader import split_addresses
 from skein.wire.process.logs import LogFormat
 from skein.wire.process.state_dir import default_state_dir
 from worker.data.cache import usual_cache
+from worker.joining import identity_by
 from worker.naming import take_name
 from worker.telling.logs import LogTail, begin_worker_log
 from worker.transport.memory import keep_message_buffers
@@ -49,7 +53,8 @@ class WorkerOptions:
     """Options by which an operator describes a worker.
 
     Args:
-        join: the coordinator, host:port; or it and its standbys, with commas between.
+        join: the coordinator, host:port; or it and its standbys, with commas between; or a line from
+            `skein token create`, which gets this worker an identity.
         name: of this worker among all; by default the host's with a random ending. Of two with one name the newer is
             refused while the older lives; a restart here takes its place at once.
         state_dir: holds what proves that; None: the place where state lies by default.
@@ -98,10 +103,15 @@ async def run_worker(
         adapt: what a program that embeds the worker changes of the setting that follows from the options.
     """
     try:
-        setting = _setting(options, begin_worker_log(options.log_format))
+        log_lines, wallet = begin_worker_log(options.log_format), None
+        if is_join_line(options.join):
+            options, wallet = await _enrolled(options)
+        setting = _setting(options, log_lines, wallet)
         setting = setting if adapt is None else adapt(setting)
     except UserError as error:
         return _fail(error, USAGE)
+    except RemoteError as error:
+        return _fail(error, FAILED)
     if options.name is None:
         return await _be(setting)
     try:
@@ -112,6 +122,22 @@ async def run_worker(
         if taken.warning is not None:
             _log.warning(taken.warning)
         return await _be(replace(setting, secret=taken.secret))
+
+
+async def _enrolled(options: WorkerOptions) -> tuple[WorkerOptions, Wallet]:
+    """Options with the name and the addresses that the pasted line leads to, and the identity.
+
+    Raises:
+        UserError | RemoteError: the line does not help.
+    """
+    _check_names(options)
+    line, name = JoinLine.parse("join", options.join), _default_name(Incarnation(secrets.token_hex(8)))
+    wallet = await identity_by(line, options.name, name, options.state_dir or default_state_dir())
+    caller = wallet.passport.caller
+    if (fault := wallet.passport.fault(now_s=time.time())) is not None:
+        raise UserError("join", caller.name, fault)
+    _log.info("identity: worker %s, until %s", caller.name, utc_text(wallet.passport.ends_s))
+    return replace(options, name=caller.name, join=line.addresses), wallet
 
 
 async def _be(setting: "WorkerSetting") -> int:
@@ -169,21 +195,25 @@ def _stopping() -> Iterator[Callable[[Callable[[WorkerEvent], None]], None]]:
 # --- options ---
 
 
-def _setting(options: WorkerOptions, log_lines: LogTail) -> "WorkerSetting":
+def _check_names(options: WorkerOptions) -> None:
+    for field, name in (("name", options.name), ("site", options.site)):
+        if name is not None and re.fullmatch(WORKER_NAME_PATTERN, name) is None:
+            raise UserError(field, name, "use up to 64 letters, digits, dots, dashes and underscores")
+
+
+def _setting(options: WorkerOptions, log_lines: LogTail, wallet: Wallet | None) -> "WorkerSetting":
     """Setting of a worker that follows from the options here.
 
     Raises:
         UserError: the options are wrong by themselves.
     """
     coordinators = split_addresses("join", options.join)
-    for field, name in (("name", options.name), ("site", options.site)):
-        if name is not None and re.fullmatch(WORKER_NAME_PATTERN, name) is None:
-            raise UserError(field, name, "use up to 64 letters, digits, dots, dashes and underscores")
+    _check_names(options)
     if options.advertise is not None:
         _advertised(options, coordinators[0], 1)
     if options.memory_bytes is not None and options.memory_bytes < 1:
         raise UserError("memory", options.memory_bytes, "give a size such as 8GiB")
-    credentials = Credentials.read(options.token_file)
+    credentials = Credentials.read(options.token_file) if wallet is None else Credentials(wallet=wallet)
     require_safe_bind(options.listen, credentials, allow_insecure=options.insecure)
     if importlib.util.find_spec("torch") is None:
         raise UserError("torch", "not installed", f"install it with: {install_hint('worker')}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -19,9 +20,10 @@ from skein.topology.fleet import Profile
 from skein.types import Generation, Incarnation, SiteId, WorkerId
 from skein.units import format_bytes
 from skein.wire.calling import Dial
-from skein.wire.channel import bind, open_channel, open_server
+from skein.wire.channel import bind, open_channel, open_channel_to, open_server
 from skein.wire.credentials import Credentials
 from skein.wire.extra import FetchStateRequest, LogLine
+from skein.wire.identity.enrolling import keep_renewed
 from skein.wire.leader import split_addresses
 from skein.wire.process.files import raise_open_files
 from skein.wire.serving.doorway import GREETED_BYTES, Doorway
@@ -100,7 +102,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
     async with AsyncExitStack() as stack:
         raise_open_files()
         server = open_server(credentials=setting.credentials)
-        port = bind(server, setting.listen, setting.port)
+        port = bind(server, setting.listen, setting.port, credentials=setting.credentials)
         if setting.metrics_port is not None:
             pages = await metrics.serve(setting.metrics_host, setting.metrics_port)
             stack.push_async_callback(pages.close)
@@ -161,11 +163,16 @@ class _Parts:
             peers = Peers(
                 setting.worker,
                 group=group,
-                dial=lambda address, lane: dial(setting.way_to(address), lane),
+                dial=partial(open_channel_to, credentials=setting.credentials, way_to=setting.way_to),
                 on_failed=self.inbox.on_send_failed,
                 on_taken=self.inbox.on_taken,
                 statistics=statistics,
             )
+            renewing = [
+                group.create_task(keep_renewed(wallet, dial=dial, at=lambda: where.at, clock=time.time))
+                for wallet in (setting.credentials.wallet,)
+                if wallet is not None
+            ]
             outside = Outside()
             datasets = Datasets(outside, roots=setting.places.data, cache=setting.cache)
             self.copies.start(group, peers, datasets)
@@ -205,6 +212,8 @@ class _Parts:
             driver.close()
             await control.flush(_FLUSH_S)
             streaming.cancel()
+            for keeping in renewing:
+                keeping.cancel()
             await peers.close()
         return end
 

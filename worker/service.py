@@ -13,6 +13,7 @@ from skein.wire.codec import FETCH_STATE, PART_REPLY, STATE_PART
 from skein.wire.context import Context
 from skein.wire.extra import FetchStateRequest
 from skein.wire.failures import refuse
+from skein.wire.identity.names import caller_of
 from skein.wire.serving.health import Health
 from skein.wire.v1 import peer_pb2
 from worker.bundle import Limits, WireTensor
@@ -123,7 +124,7 @@ class PeerService:
         loop = asyncio.get_running_loop()
         try:
             with self._streams.take(peer_of(context.peer())) as slot:
-                inbox = Inbox(self._intake, Window())
+                inbox = Inbox(self._intake, Window(), caller_of(context))
                 try:
                     yield PART_REPLY.encode(inbox.open(now=loop.time()))
                     async for message in slot.each(aiter(request_iterator)):

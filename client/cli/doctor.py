@@ -51,12 +51,6 @@ ROLES = ("client", "worker", "coordinator")
     show_default="the one after its port",
     help="Of a coordinator that is to be started here.",
 )
-@click.option(
-    "--identity",
-    "identity_file",
-    type=click.Path(path_type=Path),
-    help="Key and certificate by which this machine is known; the connection is tried with them.",
-)
 def doctor(
     *,
     role: str | None,
@@ -64,12 +58,11 @@ def doctor(
     data_roots: tuple[Path, ...],
     state_dir: Path,
     metrics_port: int | None,
-    identity_file: Path | None,
     is_json: bool,
 ) -> int:
     """Look for what could go wrong here, and with the coordinator if there is one. Exit 1 if something will."""
     failures = 0
-    for finding in _look(role, state_dir, metrics_port, job_file, data_roots, identity_file):
+    for finding in _look(role, state_dir, metrics_port, job_file, data_roots):
         failures += finding.is_failed
         print_json(finding) if is_json else click.echo(_line(finding))
     return FAILED if failures else DONE
@@ -86,17 +79,16 @@ def _look(
     metrics_port: int | None,
     job_file: Path | None,
     data_roots: tuple[Path, ...],
-    identity_file: Path | None,
 ) -> Iterator[DoctorFinding]:
     yield from look_at_installation(role)
     yield from look_for_room(state_dir, role)
     if job_file is not None:
         yield from _data(job_file, data_roots)
     passport = None
-    if identity_file is None:
+    if (file := target().identity_file) is None:
         proof = _token()
     else:
-        proof, passport = look_at_identity(identity_file)
+        proof, passport = look_at_identity(file)
     yield proof
     if not proof.is_failed:
         yield from _coordinator(metrics_port, passport)

@@ -1,16 +1,22 @@
 """Options that many commands share, and the connection they describe."""
 
+import asyncio
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from client.api import Client
 from client.connection import DEFAULT_TARGET
 from skein.errors import UserError
 from skein.units import parse_bytes, parse_seconds
 from skein.wire.credentials import read_token
+from skein.wire.identity.enrolling import renewed
+from skein.wire.identity.passport import Passport
+from skein.wire.process.config_dir import default_identity_file
 
 COORDINATOR_VARIABLE = "SKEIN_COORDINATOR"
 TOKEN_VARIABLE = "SKEIN_TOKEN_FILE"  # noqa: S105 - the name of a variable
@@ -23,6 +29,8 @@ class Target:
     coordinator: str
     token_file: Path | None
     timeout: str
+    identity_file: Path | None = None
+    """Identity to be known by; None: connections are not encrypted."""
 
     def token(self) -> str | None:
         """Token in the token file; None where no file is given.
@@ -42,8 +50,20 @@ class _RemoteCommand(click.Command):
             coordinator=params.pop("coordinator"),
             token_file=params.pop("token_file"),
             timeout=params.pop("timeout"),
+            identity_file=params.pop("identity_file"),
         )
+        if ctx.get_parameter_source("coordinator") is ParameterSource.DEFAULT:
+            ctx.obj = _joined(ctx.obj)
         return super().invoke(ctx)
+
+
+def _joined(given: Target) -> Target:
+    """The coordinator that this user has joined, where nothing else was said."""
+    file = given.identity_file or (default_identity_file() if default_identity_file().exists() else None)
+    if file is None or given.token_file is not None:
+        return given
+    addresses = Passport.load(file).addresses
+    return replace(given, coordinator=addresses or given.coordinator, identity_file=file)
 
 
 def remote_command(function: Callable[..., object]) -> click.Command:
@@ -71,7 +91,27 @@ def connect_client() -> Client:
         timeout_s = parse_seconds(given.timeout)
     except ValueError as error:
         raise UserError("--timeout", given.timeout, "give a duration such as '10 s'") from error
-    return Client(given.coordinator, token=given.token(), timeout_s=timeout_s)
+    return Client(
+        given.coordinator, token=given.token(), passport=_passport(given.identity_file), timeout_s=timeout_s
+    )
+
+
+def _passport(file: Path | None) -> Passport | None:
+    """The identity in a file, renewed where that is due.
+
+    Raises:
+        UserError: it is none, or does not count any more.
+        RemoteError: it is due, and no coordinator can be reached.
+    """
+    if file is None:
+        return None
+    passport = Passport.load(file)
+    if passport.enrol_addresses and time.time() >= passport.renewal_s():
+        passport = asyncio.run(renewed(passport, clock=time.time))
+        passport.save(file)
+    if (fault := passport.fault(now_s=time.time())) is not None:
+        raise UserError("identity", str(file), fault)
+    return passport
 
 
 _CONNECTION = (
@@ -90,6 +130,11 @@ _CONNECTION = (
         envvar=TOKEN_VARIABLE,
         show_envvar=True,
         help="Holds the coordinator's token.",
+    ),
+    click.Option(
+        ["--identity", "identity_file"],
+        type=click.Path(path_type=Path),
+        help="Key and certificate by which the coordinator knows you; by default what skein join has kept.",
     ),
     click.Option(["--timeout"], default="10 s", show_default=True, help="For one try of one call."),
 )

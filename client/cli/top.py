@@ -1,6 +1,6 @@
 """`skein top` and `skein page`: everything at a glance, in this terminal or in a browser."""
 
-import shutil
+import sys
 from collections.abc import Iterable, Sequence
 
 import click
@@ -27,7 +27,7 @@ NUM_ENDED = 5
 def top(*, once: bool, is_json: bool) -> int:
     """Show jobs, queue and workers, again and again, until Ctrl-C. With --json a look is a line."""
     # Rows are never cut where nobody looks at a screen.
-    console = Console() if shutil.get_terminal_size((0, 0)).columns else Console(width=200)
+    console = Console() if sys.stdout.isatty() else Console(width=200)
     try:
         with connect_client() as client:
             if once or is_json or not console.is_terminal:

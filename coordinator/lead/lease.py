@@ -48,7 +48,7 @@ class Lead:
         clock: Callable[[], float] = _seconds_awake_or_not,
     ) -> None:
         self._log = log
-        self._address = address
+        self.address = address
         self._takeover_s = takeover_s
         self._clock = clock
         self._renewed_at = self._answered_at = clock()
@@ -67,7 +67,7 @@ class Lead:
         while True:
             began = self._clock()
             try:
-                await loop.run_in_executor(self._thread, self._log.renew, self._address)
+                await loop.run_in_executor(self._thread, self._log.renew, self.address)
                 self._renewed_at = self._answered_at = began
                 self._renewed.set()
                 is_mirrored = await self._mirror(was_mirrored=is_mirrored)

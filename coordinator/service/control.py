@@ -5,6 +5,8 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import grpc
+
 from coordinator.driver import Driver
 from coordinator.lead.lease import Lead
 from coordinator.streams import Stream
@@ -15,6 +17,8 @@ from skein.types import WORKER_NAME_PATTERN, WorkerId
 from skein.wire.codec import DIRECTIVE, REPORT
 from skein.wire.context import Context
 from skein.wire.extra import LogLine, LogLines
+from skein.wire.identity.callers import NAMELESS
+from skein.wire.identity.names import LOCAL, caller_of, worker_caller
 from skein.wire.v1 import control_pb2, control_pb2_grpc
 
 HELLO_S = 10.0
@@ -38,6 +42,7 @@ class Control(control_pb2_grpc.ControlServicer):
         self, request_iterator: AsyncIterator[control_pb2.Report], context: Context
     ) -> AsyncIterator[control_pb2.Directive]:
         hello = await _hello(request_iterator)
+        await _require_own_name(hello, context)
         stream = Stream(hello.worker, hello.incarnation, secret=hello.secret)
         await self._driver.opened(stream, hello)
         reading = asyncio.create_task(self._read(stream, request_iterator))
@@ -100,6 +105,18 @@ async def _hello(reports: AsyncIterator[control_pb2.Report]) -> Hello:
             f"a secret of at most {MAX_SECRET} characters and a host of at most {MAX_HOST} are wanted"
         )
     return first
+
+
+async def _require_own_name(hello: Hello, context: Context) -> None:
+    """A worker is whom its certificate names: nobody joins, votes or beats for another."""
+    caller = caller_of(context)
+    if caller == LOCAL or (caller is not None and caller.host == worker_caller(hello.worker).host):
+        return
+    shown = NAMELESS if caller is None else f"the certificate is that of {caller.role} {caller.name}"
+    await context.abort(
+        grpc.StatusCode.PERMISSION_DENIED,
+        f"Hello of worker {hello.worker}, but {shown}: join by its own name",
+    )
 
 
 def _check_name(field: str, name: WorkerId | str) -> None:

@@ -10,20 +10,22 @@ from grpc import aio
 
 from coordinator.checkpoints import CheckpointStore
 from coordinator.driver import Driver
+from coordinator.identity.office import IdentityOffice
 from coordinator.lead.lease import Lead
 from coordinator.page.board import Board
 from coordinator.service.calls import Calls, CountRefusal
 from coordinator.service.checkpoint import Checkpoint
 from coordinator.service.control import Control
+from coordinator.service.identity import Enrol, Identities, StrangersGate
 from coordinator.service.jobs import Jobs
 from coordinator.telling.status import Roster
-from skein.wire.channel import bind, join_address, open_server
+from skein.wire.channel import bind, join_address, open_server, split_address
 from skein.wire.context import Context
-from skein.wire.credentials import Credentials
+from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.leader import LEADER_KEY
 from skein.wire.serving.doorway import CALLED_BYTES, Doorway
 from skein.wire.serving.health import NOT_SERVING, SERVING, Health
-from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2_grpc, jobs_pb2_grpc
+from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2_grpc, identity_pb2_grpc, jobs_pb2_grpc
 
 _IDLE_MS = 60_000
 STOP_S = 2.0
@@ -81,8 +83,12 @@ class Service:
     server: aio.Server
     address: str
     gate: Gate
+    office: IdentityOffice | None
+    _strangers: aio.Server | None
+    """The server of the port for those who have no certificate."""
+    _enrol_port: int
     _health: Health
-    _keeping: asyncio.Task[NoReturn]
+    _keeping: Sequence[asyncio.Task[NoReturn]]
 
     async def admit(
         self, driver: Driver, store: CheckpointStore, roster: Roster, lead: Lead, board: Board
@@ -92,6 +98,10 @@ class Service:
         control_pb2_grpc.add_ControlServicer_to_server(Control(driver, lead), server)
         jobs_pb2_grpc.add_JobsServicer_to_server(Jobs(driver, roster, store.places, board), server)
         checkpoint_pb2_grpc.add_CheckpointServicer_to_server(Checkpoint(driver, store), server)
+        if self.office is not None:
+            host, _ = split_address("advertise", lead.address)
+            self.office.lead(lead.address, join_address(host, self._enrol_port))
+            identity_pb2_grpc.add_IdentitiesServicer_to_server(Identities(self.office), server)
         self.gate.open()
         for name in SERVICES:
             self._health.set(f"skein.wire.v1.{name}", SERVING)
@@ -99,24 +109,59 @@ class Service:
     async def stop(self) -> None:
         """Take no more calls, and end those that go on."""
         self._health.close()
-        self._keeping.cancel()
+        for keeping in self._keeping:
+            keeping.cancel()
+        if self._strangers is not None:
+            await self._strangers.stop(None)
         await self.server.stop(STOP_S)
+        if self.office is not None:
+            self.office.close()
 
 
-async def listen(host: str, port: int, *, credentials: Credentials, count_refusal: CountRefusal) -> Service:
-    """Listen at host:port (0: any free one), standing by.
+async def listen(
+    host: str,
+    port: int,
+    *,
+    credentials: Credentials,
+    count_refusal: CountRefusal,
+    office: IdentityOffice | None = None,
+    enrol_port: int = 0,
+) -> Service:
+    """Listen at host:port (0: any free one), standing by; with an `office`, also where strangers come for certificates.
 
     Raises:
-        UserError: the address cannot be listened on.
+        UserError: an address cannot be listened on.
     """
     # Who has no call for so long dials again when it has one; nothing else shows on these connections.
     idle = ("grpc.max_connection_idle_ms", _IDLE_MS)
-    server = open_server(credentials=credentials, before=[Calls(count_refusal)], options=[idle])
+    named = None if office is None else office.named
+    server = open_server(credentials=credentials, before=[Calls(count_refusal)], options=[idle], named=named)
     gate, checker = Gate(), Health({f"skein.wire.v1.{name}": NOT_SERVING for name in SERVICES})
-    server.add_generic_rpc_handlers((checker, gate))
-    bound = bind(server, host, port)
+    server.add_generic_rpc_handlers((checker,))
+    if office is not None:
+        # Whoever stands by can do this, too: authority and register are in the directory that they share.
+        identity_pb2_grpc.add_EnrolServicer_to_server(Enrol(office), server)
+    server.add_generic_rpc_handlers((gate,))
+    bound = bind(server, host, port, credentials=credentials)
+    strangers, enrol_bound = None, 0
+    if office is not None:
+        strangers = open_server(credentials=NO_CREDENTIALS, before=[Calls(count_refusal)], options=[idle])
+        identity_pb2_grpc.add_EnrolServicer_to_server(Enrol(office), strangers)
+        strangers.add_generic_rpc_handlers((Health(), StrangersGate()))
+        enrol_bound = bind(strangers, host, enrol_port, credentials=credentials, is_for_strangers=True)
+        await strangers.start()
     await server.start()
-    keeping = asyncio.create_task(Doorway(bound, least_bytes=CALLED_BYTES).keep())
+    keeping = [asyncio.create_task(Doorway(bound, least_bytes=CALLED_BYTES).keep())]
+    if office is not None:
+        keeping.append(asyncio.create_task(Doorway(enrol_bound, least_bytes=CALLED_BYTES).keep()))
+        keeping.append(asyncio.create_task(office.keep()))
     return Service(
-        server=server, address=join_address(host, bound), gate=gate, _health=checker, _keeping=keeping
+        server=server,
+        address=join_address(host, bound),
+        gate=gate,
+        office=office,
+        _strangers=strangers,
+        _enrol_port=enrol_bound,
+        _health=checker,
+        _keeping=keeping,
     )

@@ -6,11 +6,14 @@ from contextlib import asynccontextmanager
 from grpc import aio
 
 from skein.errors import RemoteError
+from skein.types import WorkerId
 from skein.wire.channel import Lane
 from skein.wire.failures import describe_rpc_error
 
 Dial = Callable[[str, Lane], aio.Channel]
 """Opens a channel to an address, on a connection of its own."""
+DialPeer = Callable[[WorkerId], Dial]
+"""Opens channels to that worker, and to nobody else whatever the address."""
 
 
 @asynccontextmanager

@@ -8,16 +8,17 @@ peer is known by its name and not by its address.
 
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 import grpc
 from grpc import aio
 
 from skein.errors import UserError
+from skein.types import WorkerId
 from skein.wire.credentials import NO_CREDENTIALS, Credentials, Wallet
 from skein.wire.identity.callers import NamedCallers
-from skein.wire.identity.names import COORDINATOR, Caller
+from skein.wire.identity.names import COORDINATOR, Caller, worker_caller
 from skein.wire.process.files import max_connections
 from skein.wire.serving.reading import Readable
 
@@ -112,6 +113,17 @@ def open_channel(
     )
     named = ("grpc.ssl_target_name_override", expected.host)
     return aio.secure_channel(target, shown, options=[*options, named])
+
+
+def open_channel_to(
+    worker: WorkerId, *, credentials: Credentials, way_to: Callable[[str], str] = str
+) -> Callable[[str, Lane], aio.Channel]:
+    """Opens channels to a worker; `way_to` gives the address to dial for the one that it advertises."""
+
+    def dial(address: str, lane: Lane) -> aio.Channel:
+        return open_channel(way_to(address), lane, credentials=credentials, expected=worker_caller(worker))
+
+    return dial
 
 
 def open_enrolment_channel(target: str, authority: str) -> aio.Channel:

@@ -10,7 +10,7 @@ from skein.protocol.messages.reports import Report
 from skein.topology.fleet import Link
 from skein.wire import extra, views
 from skein.wire.mapping import Codec
-from skein.wire.v1 import checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2
+from skein.wire.v1 import checkpoint_pb2, control_pb2, identity_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2
 
 Upward = Report | extra.LogLines
 """Messages that a control stream carries up."""
@@ -36,6 +36,7 @@ MANIFEST_REPLY = Codec(extra.ManifestReply, checkpoint_pb2.ManifestReply)
 CHECKPOINT_VIEW = Codec(views.CheckpointView, checkpoint_pb2.CheckpointView)
 
 SUBMIT_REPLY = Codec(views.SubmitReply, jobs_pb2.SubmitReply)
+KNOWN_IDENTITY = Codec(views.KnownIdentity, identity_pb2.KnownIdentity)
 VERSION_REPLY = Codec(views.VersionReply, jobs_pb2.VersionReply)
 PAGE_LINK = Codec(views.PageLink, jobs_pb2.PageLink)
 JOB_STATUS = Codec(views.JobStatus, jobs_pb2.JobStatus)

@@ -19,7 +19,12 @@ _FIELD, _VALUE, _HINT = "skein-field-bin", "skein-value-bin", "skein-hint-bin"
 _MAX_VALUE_CHARACTERS = 200
 
 _CAUSES: tuple[tuple[grpc.StatusCode, Sequence[str], str], ...] = (
-    (_Code.UNAUTHENTICATED, (), "the token is missing or wrong: give the token file of that coordinator"),
+    (
+        _Code.UNAUTHENTICATED,
+        ("token",),
+        "the token is missing or wrong: give the token file of that coordinator",
+    ),
+    (_Code.UNAUTHENTICATED, (), "who calls is not let in"),
     (
         _Code.UNIMPLEMENTED,
         (),
@@ -39,6 +44,11 @@ _CAUSES: tuple[tuple[grpc.StatusCode, Sequence[str], str], ...] = (
         _Code.UNAVAILABLE,
         ("ping", "keepalive"),
         "the connection fell silent: check that it is up and the link between",
+    ),
+    (
+        _Code.UNAVAILABLE,
+        ("socket closed", "handshake", "certificate"),
+        "it hung up: it may want a certificate that is in force: join by a line from skein token create",
     ),
     (_Code.UNAVAILABLE, (), "the connection broke: check that it is still up"),
     (_Code.RESOURCE_EXHAUSTED, (), "a limit there was reached"),

@@ -44,6 +44,18 @@ class SubmitReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KnownIdentity:
+    """Identity that the coordinator's authority has made out; times are Unix seconds, `revoked_s` 0: it is not."""
+
+    role: str
+    name: str
+    namespace: str
+    since_s: float
+    ends_s: float
+    revoked_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VersionReply:
     """Protocol version, release, epoch and clock of the coordinator, and the ballast that was asked for.
 

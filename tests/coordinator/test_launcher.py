@@ -31,10 +31,6 @@ def no_token(tmp_path: Path) -> CoordinatorOptions:
     return CoordinatorOptions(state_dir=tmp_path, token_file=tmp_path / "none")
 
 
-def open_to_all(tmp_path: Path) -> CoordinatorOptions:
-    return CoordinatorOptions(state_dir=tmp_path, host="0.0.0.0")
-
-
 def no_port(tmp_path: Path) -> CoordinatorOptions:
     return CoordinatorOptions(state_dir=tmp_path, port=70_000)
 
@@ -56,7 +52,6 @@ def no_address(tmp_path: Path) -> CoordinatorOptions:
     [
         (no_directory, FAILED, "state_dir", "give a directory that you can write"),
         (no_token, USAGE, "token_file", "give a file that you can read"),
-        (open_to_all, USAGE, "listen", "set a token file"),
         (no_port, USAGE, "port", "between 1 and 65535"),
         (short_lease, USAGE, "lease_s", "at least 0.5 s"),
         (short_silence, USAGE, "takeover_s", "at least 0.5 s"),

@@ -213,7 +213,7 @@ async def test_wrong_token_and_other_release_are_said_in_words() -> None:
     [
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "no answer in time"),
         (grpc.StatusCode.UNAVAILABLE, "ping timeout", "fell silent"),
-        (grpc.StatusCode.UNAVAILABLE, "Socket closed", "the connection broke"),
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", "it may want a certificate"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "message larger than max", "a limit there was reached"),
         (grpc.StatusCode.DATA_LOSS, "two\nlines", "data loss: two lines"),
     ],

@@ -15,11 +15,11 @@ from skein.protocol.messages.ranges import RANGES, Range, check_numbers, range_o
 from skein.protocol.messages.reports import Beat, Report
 from skein.wire import codec
 from skein.wire.mapping import Codec, check_request
-from skein.wire.v1 import checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2
+from skein.wire.v1 import checkpoint_pb2, control_pb2, identity_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2
 from tests.support.extent import examples
 from tests.wire.values import members, values
 
-FILES = (checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2)
+FILES = (checkpoint_pb2, control_pb2, identity_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2)
 NUMERIC = {FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64}
 OURS = {"RECORD"}
 """What this process alone has written."""

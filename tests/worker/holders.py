@@ -17,7 +17,7 @@ from skein.protocol.worker.worker_io import (
     WorkerEvent,
 )
 from skein.types import Epoch, Generation, JobId, Step, WorkerId
-from skein.wire.channel import open_channel
+from skein.wire.channel import open_channel_to
 from skein.wire.credentials import NO_CREDENTIALS
 from tests.worker.lab import CPU, Lab
 from tests.worker.transport.loopback import serving
@@ -94,7 +94,7 @@ async def keeping(
         peers = Peers(
             member.worker,
             group=group,
-            dial=partial(open_channel, credentials=NO_CREDENTIALS),
+            dial=partial(open_channel_to, credentials=NO_CREDENTIALS),
             on_failed=lambda *_: None,
             statistics=statistics,
             fetch_patience_s=10.0,

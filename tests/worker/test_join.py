@@ -44,7 +44,7 @@ from skein.types import (
     WorkerId,
     parse_group,
 )
-from skein.wire.channel import open_channel
+from skein.wire.channel import open_channel_to
 from skein.wire.credentials import NO_CREDENTIALS
 from tests.support.plans import schedule
 from tests.worker.cluster import Disk, cluster
@@ -147,7 +147,7 @@ async def held_bytes(sessions: tuple[Session, ...], version: int) -> list[dict[s
         peers = Peers(
             WorkerId("test"),
             group=group,
-            dial=partial(open_channel, credentials=NO_CREDENTIALS),
+            dial=partial(open_channel_to, credentials=NO_CREDENTIALS),
             on_failed=lambda *_: None,
             statistics=Statistics(),
         )

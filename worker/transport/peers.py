@@ -8,7 +8,7 @@ from skein.protocol.messages.directives import Member
 from skein.protocol.messages.tensors import Envelope, HopTensor, TensorHeader
 from skein.topology.fleet import Link
 from skein.types import Generation, JobId, StageIndex, Step, WorkerId
-from skein.wire.calling import Dial
+from skein.wire.calling import DialPeer
 from skein.wire.channel import Lane
 from skein.wire.extra import FetchStateRequest, StateKind
 from worker.bundle import Bundle, Limits, WireTensor
@@ -39,7 +39,7 @@ class Peers:
     Args:
         me: this worker.
         group: entered before the first `send` and left after `close`.
-        dial: opens channels, `skein.wire.channel.open_channel` with its token, for instance.
+        dial: opens channels to a peer, `skein.wire.channel.open_channel_to` with credentials, for instance.
         on_failed: told when a peer did not take what was sent to it.
         on_taken: told of each tensor that a peer has accepted, and how long that took.
         fetch_patience_s: raise this if a donor's longest op, during which it copies no state, takes longer.
@@ -50,7 +50,7 @@ class Peers:
         me: WorkerId,
         *,
         group: asyncio.TaskGroup,
-        dial: Dial,
+        dial: DialPeer,
         on_failed: OnFailed,
         on_taken: OnTaken = ignore_taken,
         statistics: Statistics,
@@ -157,14 +157,16 @@ class Peers:
         Raises:
             RemoteError: the peer cannot be reached.
         """
-        there, back = await measure_link(self._me, member, dial=self._dial, patience_s=self._patience.most_s)
+        there, back = await measure_link(
+            self._me, member, dial=self._dial(member.worker), patience_s=self._patience.most_s
+        )
         now = asyncio.get_running_loop().time()
         self._pace(member).probed(2 * there.latency_s, there.bytes_per_s, now=now)
         return there, back
 
     async def look_at(self, member: Member) -> Sight:
         """Whether `member` answers."""
-        return await look_at(member, dial=self._dial, patience_s=_LOOK_S)
+        return await look_at(member, dial=self._dial(member.worker), patience_s=_LOOK_S)
 
     def _pace(self, member: Member) -> PeerPace:
         """Pace of a peer's process; another process that has taken its name begins anew."""
@@ -182,7 +184,7 @@ class Peers:
             before[1].cancel()
         watch = Watch(
             member,
-            dial=self._dial,
+            dial=self._dial(member.worker),
             patience=self._patience,
             pace=self._pace(member),
             on_silent=lambda reason: self._on_failed(member.worker, self._generation, reason),
@@ -200,7 +202,7 @@ class Peers:
         outbox = LaneOutbox(
             to,
             lane,
-            dial=self._dial,
+            dial=self._dial(to.worker),
             patience=self._patience,
             pace=self._pace(to),
             statistics=self._statistics,

@@ -45,7 +45,7 @@ from skein.types import (
     Step,
     WorkerId,
 )
-from skein.wire.channel import bind, open_channel, open_server
+from skein.wire.channel import bind, open_channel_to, open_server
 from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.extra import FetchStateRequest
 from worker.boundary import BoundaryLog
@@ -114,7 +114,7 @@ class Station:
         self._peers = Peers(
             self.name,
             group=tasks,
-            dial=partial(open_channel, credentials=NO_CREDENTIALS),
+            dial=partial(open_channel_to, credentials=NO_CREDENTIALS),
             on_failed=self._failed,
             statistics=statistics,
         )

@@ -7,6 +7,7 @@ rounds of mixing with the neighbours of that line's matrix. It says how long tha
 import asyncio
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from skein.types import (
     Step,
     WorkerId,
 )
-from skein.wire.channel import bind, open_channel, open_server, split_address
+from skein.wire.channel import bind, open_channel_to, open_server, split_address
 from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.extra import DType, FetchStateRequest
 from worker.bundle import Bundle, WireTensor
@@ -82,7 +83,7 @@ class GossipPeer:
         self.peers = Peers(
             _name(file.me),
             group=group,
-            dial=lambda target, lane: open_channel(file.ways[target], lane, credentials=NO_CREDENTIALS),
+            dial=partial(open_channel_to, credentials=NO_CREDENTIALS, way_to=file.ways.__getitem__),
             on_failed=self._failed,
             statistics=statistics,
         )

@@ -71,7 +71,7 @@ _FIELDS = {
     ),
     WORD: (
         "protocol_version num_rerouted num_retried num_samples_repeated num_dropped num_tensors "
-        "num_workers num_holders num_asked limit checksum reply_bytes"
+        "num_workers num_holders num_asked limit checksum reply_bytes uses"
     ),
     INDEX: "stage stages index first stop hop shard num_shards fragment walker walkers leader parents members",
     MICROBATCH: (
@@ -81,9 +81,9 @@ _FIELDS = {
     BYTES: "num_bytes memory_bytes missing_bytes offset shape",
     SECONDS: (
         "seconds forward_s backward_s loss_s latency_s running_s elapsed_s lease_s beat_s beat_age_s "
-        "measured_age_s link_s silent_s fenced_s step_s measured_step_s predicted_step_s lower_bound_s"
+        "measured_age_s link_s silent_s fenced_s step_s measured_step_s predicted_step_s lower_bound_s life_s"
     ),
-    WALL: "wall_s submitted_wall_s opened_s origin_s waiting_since_wall_s",
+    WALL: "wall_s submitted_wall_s opened_s origin_s waiting_since_wall_s since_s ends_s revoked_s",
     SPEED: "flops_per_s",
     STATISTIC: "spread predicted_spread Count.value",
     BANDWIDTH: "bytes_per_s",

@@ -84,7 +84,7 @@ def check_name(field: str, name: str) -> str:
 def caller_of(context: Context) -> Caller | None:
     """The caller of a call; `LOCAL` on a connection without certificates, None where the certificate names nobody."""
     shown = context.auth_context()
-    if not shown.get("transport_security_type"):
+    if b"ssl" not in shown.get("transport_security_type", ()):
         return LOCAL
     names = (value.decode(errors="replace") for value in shown.get("x509_subject_alternative_name", ()))
     return next((caller for caller in map(Caller.parse, names) if caller is not None), None)

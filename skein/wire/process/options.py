@@ -8,7 +8,9 @@ import click
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
-insecure_option = click.option("--insecure", is_flag=True, help="Listen beyond this machine without a token.")
+insecure_option = click.option(
+    "--insecure", is_flag=True, help="Beyond this machine, too, let anybody in, in the clear."
+)
 metrics_host_option = click.option("--metrics-host", default="127.0.0.1", help="Address of the metrics port.")
 log_format_option = click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", help="Of log lines."

@@ -16,7 +16,7 @@ from skein.wire.channel import Lane, bind, open_channel, open_server
 from skein.wire.credentials import Credentials, Wallet
 from skein.wire.identity.authority import Authority
 from skein.wire.identity.callers import NamedCallers
-from skein.wire.identity.names import COORDINATOR, Caller, CallerRole, caller_of, worker_caller
+from skein.wire.identity.names import COORDINATOR, LOCAL, Caller, CallerRole, caller_of, worker_caller
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
 
 DEADLINE_S = 10.0
@@ -65,6 +65,11 @@ async def greet(target: str, shown: Credentials, expected: Caller = COORDINATOR)
 async def test_a_certificate_says_who_calls() -> None:
     async with serving(wallet(COORDINATOR)) as target:
         assert await greet(target, wallet(ADMIN)) == ADMIN.uri
+
+
+async def test_without_certificates_whoever_calls_is_the_local_admin() -> None:
+    async with serving(Credentials()) as target:
+        assert await greet(target, Credentials()) == LOCAL.uri
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,9 @@ def test_a_certificate_of_another_authority_is_nobodys() -> None:
         AUTHORITY.caller_of("-----BEGIN")
 
 
-@pytest.mark.parametrize("request_", [b"", b"x" * 5000, PASSPORT.request()[:-60]])
+@pytest.mark.parametrize(
+    "request_", [b"", b"x" * 5000, PASSPORT.request()[:-60]], ids=["empty", "long", "cut"]
+)
 def test_what_is_no_signing_request_is_refused(request_: bytes) -> None:
     with pytest.raises(UserError, match="no signing request"):
         AUTHORITY.certify(request_, WORKER, now_s=NOW_S)
@@ -103,7 +105,9 @@ def test_a_pasted_line_says_all_that_it_was_made_of() -> None:
     assert len(LINE.text()) < 1000
 
 
-@pytest.mark.parametrize("text", ["skein1:", "skein1:abc", LINE.text()[:-9], LINE.text()[:40], "skein1:é"])
+@pytest.mark.parametrize(
+    "text", ["skein1:", "skein1:abc", LINE.text()[:-9], LINE.text()[:40], "skein1:é"], ids=range(5)
+)
 def test_half_a_pasted_line_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="paste the whole line"):
         JoinLine.parse("join", text)

@@ -26,7 +26,7 @@ from skein.types import (
     WorkerId,
     parse_group,
 )
-from skein.wire.channel import bind, open_channel, open_server
+from skein.wire.channel import bind, open_channel_to, open_server
 from skein.wire.credentials import Credentials
 from skein.wire.extra import DType, FetchStateRequest, StateKind
 from worker.bundle import Bundle, Limits, WireTensor
@@ -154,7 +154,7 @@ async def sending(
         peers = Peers(
             A,
             group=group,
-            dial=partial(open_channel, credentials=Credentials(token=token)),
+            dial=partial(open_channel_to, credentials=Credentials(token=token)),
             on_failed=lambda *failure: failed.put_nowait(failure),
             on_taken=lambda *taking: taken.put_nowait(taking),
             statistics=statistics,

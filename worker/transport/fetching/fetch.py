@@ -10,7 +10,7 @@ from grpc import aio
 
 from skein.errors import RemoteError
 from skein.protocol.messages.directives import Member
-from skein.wire.calling import Dial, dialled
+from skein.wire.calling import DialPeer, dialled
 from skein.wire.channel import Lane
 from skein.wire.codec import FETCH_STATE, STATE_PART
 from skein.wire.extra import FetchStateRequest
@@ -40,7 +40,7 @@ class _DonorBusyError(Exception):
 class Fetcher:
     """Fetches from peers. `patience_s` bounds the wait for each part, not for the whole."""
 
-    def __init__(self, *, dial: Dial, limits: Limits, statistics: Statistics, patience_s: float) -> None:
+    def __init__(self, *, dial: DialPeer, limits: Limits, statistics: Statistics, patience_s: float) -> None:
         self._dial = dial
         self._limits = limits
         self._statistics = statistics
@@ -84,7 +84,7 @@ class Fetcher:
     ) -> str:
         """Fill `assembly` from one stream; gives why it is not complete."""
         try:
-            async with dialled(self._dial, member.address, Lane.STATE) as channel:
+            async with dialled(self._dial(member.worker), member.address, Lane.STATE) as channel:
                 call = peer_pb2_grpc.PeerStub(channel).FetchState(FETCH_STATE.encode(request))
                 async for message in patiently(call, self._patience_s):
                     assembly.take(STATE_PART.decode(message))

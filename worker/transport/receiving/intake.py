@@ -26,6 +26,7 @@ from skein.wire.extra import (
     TensorRefused,
     TensorStart,
 )
+from skein.wire.identity.names import LOCAL, Caller, worker_caller
 from worker.bundle import Bundle, BundleFault, Limits, allocate, fault_of, split_tensors
 from worker.transport.checksum import checksum
 from worker.transport.framing import FramedPart
@@ -97,9 +98,13 @@ class Intake:
 
 
 class Inbox:
-    """Deliver stream as its receiver sees it. Tensors come one at a time; a new one abandons the unfinished."""
+    """Deliver stream as its receiver sees it. Tensors come one at a time; a new one abandons the unfinished.
 
-    def __init__(self, intake: Intake, window: Window) -> None:
+    `caller`: who has opened it; tensors of anybody else are refused.
+    """
+
+    def __init__(self, intake: Intake, window: Window, caller: Caller | None = LOCAL) -> None:
+        self._caller = caller
         self._intake = intake
         self._window = window
         self._start: TensorStart | None = None
@@ -139,7 +144,7 @@ class Inbox:
             raise RemoteError(f"announced tensor {start.tensor} after {self._last_number}")
         self.close()
         self._last_number = start.tensor
-        if (fault := self._intake.fault_of(start)) is not None:
+        if (fault := self._forgery_in(start) or self._intake.fault_of(start)) is not None:
             return [self._refused(start.tensor, fault)]
         if self._intake.is_known(start.envelope):
             return [TensorAccepted(tensor=start.tensor)]
@@ -148,6 +153,16 @@ class Inbox:
         self._buffer = allocate(start.num_bytes)
         self._filled = 0
         return self._completed() if not start.num_bytes else []
+
+    def _forgery_in(self, start: TensorStart) -> BundleFault | None:
+        """Fault of a tensor that names another sender than the certificate on its connection does."""
+        sender = start.envelope.sender
+        caller = self._caller
+        if caller == LOCAL or (caller is not None and caller.host == worker_caller(sender).host):
+            return None
+        whose = "nobody" if caller is None else f"{caller.role} {caller.name}"
+        text = f"the certificate is that of {whose}, not of worker {sender}"
+        return BundleFault(reason=Refusal.FORGED, text=text)
 
     def _filed(self, part: TensorData | FramedPart) -> list[PartReply]:
         if part.tensor > self._last_number:

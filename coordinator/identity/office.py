@@ -1,0 +1,144 @@
+"""The office of a coordinator that makes certificates out: authority and register together, and its own identity."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from coordinator.identity.register import Register, Registered
+from skein.wire.credentials import Credentials, Wallet
+from skein.wire.identity.authority import Authority, key_name, requested_key
+from skein.wire.identity.callers import NamedCallers
+from skein.wire.identity.joining import JoinLine
+from skein.wire.identity.names import COORDINATOR, DEFAULT_NAMESPACE, Caller, CallerRole
+from skein.wire.identity.passport import Passport, load_key
+
+FOLDER = "authority"
+ADMIN_FILE = "admin.json"
+ADMIN = Caller(name="admin", role=CallerRole.ADMIN)
+"""The identity that whoever can read the state directory has."""
+_LOOK_S = 60.0
+_log = logging.getLogger("coordinator")
+
+
+class IdentityOffice:
+    """Makes certificates out for those who have tokens, and keeps the coordinator's own fresh.
+
+    Args:
+        folder: of the authority, below the state directory; it is made where there is none.
+        clock: gives Unix time.
+    """
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self.authority = Authority.kept_in(folder, now_s=clock())
+        self.register = Register(folder)
+        self.wallet = Wallet(self.authority.make_out(COORDINATOR, now_s=clock()))
+        self.named = NamedCallers(self.register.is_revoked)
+        self._admin_file = folder / ADMIN_FILE
+        self._addresses: tuple[str, str] | None = None
+
+    def lead(self, address: str, enrol_address: str) -> None:
+        """Lines to paste, and the identity of whoever can read the folder, name these addresses from now on."""
+        self._addresses = address, enrol_address
+        self._make_admin()
+
+    @property
+    def credentials(self) -> Credentials:
+        """Credentials of the coordinator itself."""
+        return Credentials(wallet=self.wallet)
+
+    def close(self) -> None:
+        """Close the register."""
+        self.register.close()
+
+    def enrol(self, token: str, secret: str, name: str, request: bytes) -> str:
+        """A first certificate.
+
+        Raises:
+            UserError: the token or the name is not good for it.
+        """
+        key, now_s = key_name(requested_key(request)), self._clock()
+        caller = self.register.admit(token, secret, name, key, now_s=now_s)
+        return self.authority.certify(request, caller, now_s=now_s)
+
+    def renew(self, certificate: str, request: bytes) -> str:
+        """The next certificate of somebody.
+
+        Raises:
+            UserError: the last one is none of this authority's, or the identity has ended.
+        """
+        caller, key = self.authority.caller_of(certificate)
+        asked, now_s = key_name(requested_key(request)), self._clock()
+        known = self.register.renew(caller, asked if key_name(key) == asked else "", now_s=now_s)
+        return self.authority.certify(request, known, now_s=now_s)
+
+    def new_line(self, role: CallerRole, namespace: str, *, life_s: float, uses: int) -> tuple[str, float]:
+        """A line to paste, and the Unix time at which it ends.
+
+        Raises:
+            UserError: such a token makes no sense.
+        """
+        assert self._addresses is not None, "nobody who stands by is asked"
+        address, enrol_address = self._addresses
+        token = self.register.new_token(
+            role, namespace or DEFAULT_NAMESPACE, life_s=life_s, uses=uses, now_s=self._clock()
+        )
+        line = JoinLine(
+            addresses=address,
+            enrol_addresses=enrol_address,
+            authority=self.authority.pem,
+            token=token.id,
+            secret=token.secret,
+            role=role.value,
+        )
+        return line.text(), token.ends_s
+
+    def revoke(self, role: CallerRole, name: str) -> Registered:
+        """The identity, revoked.
+
+        Raises:
+            UserError: there is none.
+        """
+        return self.register.revoke(role, name, now_s=self._clock())
+
+    async def keep(self) -> NoReturn:
+        """Renew the coordinator's own certificate, and the admin's beside it, when a third of its life is left."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._clock() >= self.wallet.passport.renewal_s():
+                self.refresh()
+
+    def refresh(self) -> None:
+        """Renew them now."""
+        request = self.wallet.passport.request()
+        self.wallet.renew(self.authority.certify(request, COORDINATOR, now_s=self._clock()))
+        if self._addresses is not None:
+            self._make_admin()
+        _log.info("identity renewed: coordinator")
+
+    def _make_admin(self) -> None:
+        assert self._addresses is not None
+        make_admin(self.authority, self.register, self._admin_file, self._addresses, now_s=self._clock())
+
+
+def make_admin(
+    authority: Authority, register: Register, file: Path, addresses: tuple[str, str], *, now_s: float
+) -> Passport:
+    """The admin's identity in a file, of the key that is there already, with a certificate that counts from now."""
+    if file.exists() and (before := Passport.load(file)).authority == authority.pem:
+        made = replace(before, certificate=authority.certify(before.request(), ADMIN, now_s=now_s))
+    else:
+        made = authority.make_out(ADMIN, now_s=now_s)
+    made = replace(made, addresses=addresses[0], enrol_addresses=addresses[1])
+    register.enter(ADMIN, key_digest(made), now_s=now_s)
+    made.save(file)
+    return made
+
+
+def key_digest(passport: Passport) -> str:
+    """Digest of a passport's key."""
+    return key_name(load_key(passport.key).public_key())

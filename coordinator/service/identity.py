@@ -1,0 +1,91 @@
+"""Calls about identities: certificates for whoever has a token, and what admins do."""
+
+import asyncio
+import time
+from typing import NoReturn, cast
+
+import grpc
+
+from coordinator.identity.office import IdentityOffice
+from coordinator.identity.register import Registered
+from skein.errors import UserError
+from skein.wire.context import Context
+from skein.wire.identity.callers import NAMELESS
+from skein.wire.identity.names import CallerRole
+from skein.wire.serving.reading import Method
+from skein.wire.v1 import identity_pb2, identity_pb2_grpc
+
+
+class Enrol(identity_pb2_grpc.EnrolServicer):
+    """Makes certificates out."""
+
+    def __init__(self, office: IdentityOffice) -> None:
+        self._office = office
+
+    async def Enrol(self, request: identity_pb2.EnrolRequest, context: Context) -> identity_pb2.EnrolReply:
+        made = await asyncio.to_thread(
+            self._office.enrol, request.token, request.secret, request.name, request.request
+        )
+        return identity_pb2.EnrolReply(certificate=made, wall_s=time.time())
+
+    async def Renew(self, request: identity_pb2.RenewRequest, context: Context) -> identity_pb2.EnrolReply:
+        made = await asyncio.to_thread(self._office.renew, request.certificate, request.request)
+        return identity_pb2.EnrolReply(certificate=made, wall_s=time.time())
+
+
+class Identities(identity_pb2_grpc.IdentitiesServicer):
+    """Answers admins."""
+
+    def __init__(self, office: IdentityOffice) -> None:
+        self._office = office
+
+    async def CreateToken(
+        self, request: identity_pb2.CreateTokenRequest, context: Context
+    ) -> identity_pb2.CreateTokenReply:
+        role = _role(request.role)
+        line, ends_s = await asyncio.to_thread(
+            self._office.new_line, role, request.namespace, life_s=request.life_s, uses=request.uses
+        )
+        return identity_pb2.CreateTokenReply(line=line, ends_s=ends_s)
+
+    async def ListIdentities(
+        self, request: identity_pb2.ListIdentitiesRequest, context: Context
+    ) -> identity_pb2.ListIdentitiesReply:
+        found = await asyncio.to_thread(self._office.register.identities)
+        return identity_pb2.ListIdentitiesReply(identities=map(_message, found))
+
+    async def Revoke(
+        self, request: identity_pb2.RevokeRequest, context: Context
+    ) -> identity_pb2.KnownIdentity:
+        revoked = await asyncio.to_thread(self._office.revoke, _role(request.role), request.name)
+        self._office.named.end(revoked.caller)
+        return _message(revoked)
+
+
+class StrangersGate(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """Last of the services on the port for strangers: whatever else they ask for needs a certificate."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Method:
+        return cast("Method", grpc.stream_stream_rpc_method_handler(_refuse))
+
+
+async def _refuse(_requests: object, context: Context) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, NAMELESS)
+
+
+def _role(text: str) -> CallerRole:
+    if text not in set(CallerRole):
+        raise UserError("role", text[:64], "give worker, submitter, viewer or admin")
+    return CallerRole(text)
+
+
+def _message(registered: Registered) -> identity_pb2.KnownIdentity:
+    caller = registered.caller
+    return identity_pb2.KnownIdentity(
+        role=caller.role.value,
+        name=caller.name,
+        namespace=caller.namespace,
+        since_s=registered.since_s,
+        ends_s=registered.ends_s,
+        revoked_s=registered.revoked_s,
+    )

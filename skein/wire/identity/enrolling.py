@@ -1,0 +1,135 @@
+"""Enrolment: calls for a certificate and for the next one, and in words what is wrong with them."""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+import grpc
+from cryptography import x509
+from grpc import aio
+
+from skein.errors import RemoteError, SkeinError, UserError
+from skein.wire.calling import Dial, dialled
+from skein.wire.channel import Lane, open_enrolment_channel, split_address
+from skein.wire.credentials import Wallet
+from skein.wire.failures import error_of
+from skein.wire.identity.joining import JoinLine
+from skein.wire.identity.names import check_name
+from skein.wire.identity.passport import Passport, key_text, new_key, utc_text
+from skein.wire.leader import split_addresses
+from skein.wire.v1 import identity_pb2, identity_pb2_grpc
+
+_CALL_S = 20.0
+_LOOK_S = 30.0
+_MAX_SKEW_S = 240.0
+"""Less than what certificates begin earlier than they are made."""
+_log = logging.getLogger(__name__)
+
+Ask = Callable[["identity_pb2_grpc.EnrolAsyncStub"], Awaitable[identity_pb2.EnrolReply]]
+
+
+async def enrol(line: JoinLine, name: str, *, clock: Callable[[], float]) -> Passport:
+    """An identity under `name` for the token of a line, with a key that is made here.
+
+    Raises:
+        UserError: the coordinator does not make it out, or this machine's clock is off; the text says what to do.
+        RemoteError: no coordinator of the line can be reached.
+    """
+    check_name("name", name)
+    draft = Passport(
+        key=key_text(new_key()),
+        certificate="",
+        authority=line.authority,
+        addresses=line.addresses,
+        enrol_addresses=line.enrol_addresses,
+    )
+    wanted = identity_pb2.EnrolRequest(
+        token=line.token, secret=line.secret, name=name, request=draft.request()
+    )
+    return await _fulfilled(draft, lambda stub: stub.Enrol(wanted, timeout=_CALL_S), clock)
+
+
+async def renewed(passport: Passport, *, clock: Callable[[], float]) -> Passport:
+    """The passport with its next certificate, also where the last one has ended.
+
+    Raises:
+        UserError: the coordinator does not make it out.
+        RemoteError: no coordinator can be reached.
+    """
+    wanted = identity_pb2.RenewRequest(certificate=passport.certificate, request=passport.request())
+    return await _fulfilled(passport, lambda stub: stub.Renew(wanted, timeout=_CALL_S), clock)
+
+
+async def keep_renewed(
+    wallet: Wallet, *, dial: Dial, at: Callable[[], str], clock: Callable[[], float]
+) -> NoReturn:
+    """Renew a wallet's certificate at whoever leads, as long as this runs; what fails is tried again and told."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        passport = wallet.passport
+        if clock() < passport.renewal_s():
+            continue
+        try:
+            wallet.renew(await _renewed_at(at(), passport, dial))
+            _log.info("identity renewed: until %s", utc_text(wallet.passport.ends_s))
+        except SkeinError as error:
+            _log.warning("identity not renewed, it ends at %s: %s", utc_text(passport.ends_s), error)
+
+
+async def _renewed_at(address: str, passport: Passport, dial: Dial) -> str:
+    wanted = identity_pb2.RenewRequest(certificate=passport.certificate, request=passport.request())
+    async with dialled(dial, address, Lane.CONTROL) as channel:
+        try:
+            return (await identity_pb2_grpc.EnrolStub(channel).Renew(wanted, timeout=_CALL_S)).certificate
+        except aio.AioRpcError as error:
+            raise error_of(error, address) from error
+
+
+async def _fulfilled(draft: Passport, ask: Ask, clock: Callable[[], float]) -> Passport:
+    failure: SkeinError = RemoteError("no address to enrol at")
+    for address in split_addresses("join", draft.enrol_addresses):
+        async with open_enrolment_channel(address, draft.authority) as channel:
+            try:
+                reply = await ask(identity_pb2_grpc.EnrolStub(channel))
+            except aio.AioRpcError as error:
+                failure = error_of(error, address)
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise failure from error
+                if (skew := await asyncio.to_thread(_skew_text, address, clock())) is not None:
+                    raise UserError("clock", utc_text(clock()), skew) from error
+                continue
+        _check_clock(reply.wall_s, clock())
+        return Passport(
+            key=draft.key,
+            certificate=reply.certificate,
+            authority=draft.authority,
+            addresses=draft.addresses,
+            enrol_addresses=draft.enrol_addresses,
+        )
+    raise failure
+
+
+def _check_clock(theirs_s: float, ours_s: float) -> None:
+    if abs(ours_s - theirs_s) > _MAX_SKEW_S:
+        way = "ahead of" if ours_s > theirs_s else "behind"
+        hint = f"this machine's clock is {abs(ours_s - theirs_s):.0f} s {way} the coordinator's; set it right"
+        raise UserError("clock", utc_text(ours_s), hint)
+
+
+def _skew_text(address: str, now_s: float) -> str | None:
+    """Line on a clock by which the certificate that is shown at `address` does not count; None where it does."""
+    host, port = split_address("join", address)
+    try:
+        shown = ssl.get_server_certificate((host, port), timeout=_CALL_S)
+    except (TimeoutError, OSError):
+        return None
+    certificate = x509.load_pem_x509_certificate(shown.encode())
+    begins_s = certificate.not_valid_before_utc.timestamp()
+    ends_s = certificate.not_valid_after_utc.timestamp()
+    if begins_s <= now_s < ends_s:
+        return None
+    off_s = begins_s - now_s if now_s < begins_s else now_s - ends_s
+    way = "behind" if now_s < begins_s else "ahead of"
+    return f"this machine's clock is at least {off_s:.0f} s {way} the coordinator's; set it right"

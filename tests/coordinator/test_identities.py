@@ -1,0 +1,212 @@
+"""Identities at a coordinator that serves on loopback with certificates on."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+
+from client.cli import run
+from coordinator.identity.office import ADMIN_FILE, FOLDER
+from coordinator.serving import Serving, ServingOptions
+from skein.errors import UserError
+from skein.protocol.messages.directives import Welcome
+from skein.wire.channel import Lane, open_channel, open_enrolment_channel
+from skein.wire.credentials import Credentials, Wallet
+from skein.wire.identity.enrolling import enrol, renewed
+from skein.wire.identity.joining import JoinLine
+from skein.wire.identity.names import Caller, CallerRole
+from skein.wire.identity.passport import Passport
+from skein.wire.v1 import identity_pb2, identity_pb2_grpc, jobs_pb2, jobs_pb2_grpc
+from tests.coordinator.builders import WAIT_S, hello, plan_at_once
+from tests.coordinator.serving import ScriptedWorker
+
+
+class Cluster:
+    """A coordinator with certificates, and its admin."""
+
+    def __init__(self, running: Serving, state_dir: Path) -> None:
+        self.running = running
+        self.target = running.where().address
+        self.admin = Passport.load(state_dir / FOLDER / ADMIN_FILE)
+
+    @asynccontextmanager
+    async def channel(self, passport: Passport) -> AsyncIterator[aio.Channel]:
+        shown = Credentials(wallet=Wallet(passport))
+        async with open_channel(self.target, Lane.CONTROL, credentials=shown) as channel:
+            yield channel
+
+    async def line(self, role: str = "worker", *, life_s: float = 60.0, uses: int = 1) -> JoinLine:
+        request = identity_pb2.CreateTokenRequest(role=role, life_s=life_s, uses=uses)
+        async with self.channel(self.admin) as channel:
+            reply = await identity_pb2_grpc.IdentitiesStub(channel).CreateToken(request)
+        return JoinLine.parse("line", reply.line)
+
+    async def passport(self, name: str, role: str = "worker") -> Passport:
+        return await enrol(await self.line(role), name, clock=time.time)
+
+    async def revoke(self, name: str, role: str = "worker") -> None:
+        request = identity_pb2.RevokeRequest(role=role, name=name)
+        async with self.channel(self.admin) as channel:
+            await identity_pb2_grpc.IdentitiesStub(channel).Revoke(request)
+
+    async def version(self, passport: Passport) -> int:
+        async with self.channel(passport) as channel:
+            return (await jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest())).epoch
+
+
+@asynccontextmanager
+async def cluster(state_dir: Path) -> AsyncIterator[Cluster]:
+    running = await Serving.start(ServingOptions(state_dir=state_dir, has_certificates=True), plan_at_once)
+    try:
+        async with asyncio.timeout(4 * WAIT_S):
+            yield Cluster(running, state_dir)
+    finally:
+        await running.stop()
+
+
+async def test_whoever_has_a_line_joins_under_a_name_and_renews(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known:
+        mine = await known.passport("w-1")
+        assert mine.caller == Caller(name="w-1", role=CallerRole.WORKER)
+        assert await known.version(mine) == 1
+        again = await renewed(mine, clock=time.time)
+        assert again.key == mine.key
+        assert again.certificate != mine.certificate
+        assert await known.version(again) == 1
+
+
+async def test_a_line_lets_in_as_many_as_it_says_for_as_long_as_it_says(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known:
+        line = await known.line(uses=2)
+        for name in ("a", "b"):
+            await enrol(line, name, clock=time.time)
+        with pytest.raises(
+            UserError, match=r"is used up; get another line .*skein token create --role worker"
+        ):
+            await enrol(line, "c", clock=time.time)
+        with pytest.raises(UserError, match="is not known here"):
+            await enrol(replace(line, secret="x" * 43), "c", clock=time.time)
+        with pytest.raises(UserError, match="belongs to another key until"):
+            await enrol(await known.line(), "a", clock=time.time)
+
+
+async def test_tokens_identities_and_revocations_outlive_the_coordinator(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known:
+        line, kept, revoked = (
+            await known.line(),
+            await known.passport("kept"),
+            await known.passport("revoked"),
+        )
+        await known.revoke("revoked")
+        admin = known.admin
+    async with cluster(tmp_path) as known:
+        assert await known.version(kept) == 2
+        assert await known.version(admin) == 2
+        with pytest.raises(aio.AioRpcError, match="worker revoked was revoked"):
+            await known.version(revoked)
+        assert known.admin.key == admin.key
+        moved = replace(line, addresses=known.admin.addresses, enrol_addresses=known.admin.enrol_addresses)
+        assert (await enrol(moved, "late", clock=time.time)).caller.name == "late"
+
+
+async def test_a_worker_that_claims_the_name_of_another_is_refused_and_the_other_stays(
+    tmp_path: Path,
+) -> None:
+    async with cluster(tmp_path) as known:
+        one, two = await known.passport("one"), await known.passport("two")
+        async with known.channel(one) as honest, known.channel(two) as hostile:
+            worker = ScriptedWorker(honest)
+            await worker.say(hello("one"))
+            assert isinstance(await worker.hear(), Welcome)
+            liar = ScriptedWorker(hostile)
+            await liar.say(hello("one"))
+            assert await liar.call.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert "the certificate is that of worker two" in str(await liar.call.details())
+            async with known.channel(known.admin) as channel:
+                status = await jobs_pb2_grpc.JobsStub(channel).Workers(jobs_pb2.WorkersRequest())
+            assert [(x.worker, x.state) for x in status.workers] == [("one", jobs_pb2.WORKER_STATE_IDLE)]
+
+
+async def test_a_revoked_worker_is_turned_away_at_once(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known:
+        one = await known.passport("one")
+        async with known.channel(one) as channel:
+            worker = ScriptedWorker(channel)
+            await worker.say(hello("one"))
+            assert isinstance(await worker.hear(), Welcome)
+            await known.revoke("one")
+            assert await worker.call.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(UserError, match="was revoked at"):
+            await renewed(one, clock=time.time)
+
+
+@pytest.mark.parametrize("role", ["worker", "submitter", "viewer"])
+async def test_tokens_are_for_admins_to_make(tmp_path: Path, role: str) -> None:
+    async with cluster(tmp_path) as known, known.channel(await known.passport("me", role)) as channel:
+        stub = identity_pb2_grpc.IdentitiesStub(channel)
+        for call in (
+            stub.CreateToken(identity_pb2.CreateTokenRequest(role="admin", life_s=60, uses=1)),
+            stub.ListIdentities(identity_pb2.ListIdentitiesRequest()),
+            stub.Revoke(identity_pb2.RevokeRequest(role="admin", name="admin")),
+        ):
+            assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_the_port_for_strangers_answers_nothing_but_enrolment(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known:
+        channel = open_enrolment_channel(known.admin.enrol_addresses, known.admin.authority)
+        async with channel:
+            version = jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest())
+            assert await version.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert "no certificate" in str(await version.details())
+            made = identity_pb2_grpc.IdentitiesStub(channel).CreateToken(
+                identity_pb2.CreateTokenRequest(role="admin", life_s=60, uses=1)
+            )
+            assert await made.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_clock_that_is_off_is_told_by_how_much(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known:
+        line = await known.line(uses=2)
+        with pytest.raises(
+            UserError, match=r"clock is (1000|999) s ahead of the coordinator's; set it right"
+        ):
+            await enrol(line, "a", clock=lambda: time.time() + 1000)
+        with pytest.raises(UserError, match=r"clock is (1000|1001) s behind the coordinator's; set it right"):
+            await enrol(line, "b", clock=lambda: time.time() - 1000)
+
+
+async def test_by_the_command_one_makes_a_line_another_joins_and_is_revoked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    admin = str(tmp_path / FOLDER / ADMIN_FILE)
+
+    async def says(*arguments: str) -> tuple[int, str, str]:
+        code = await asyncio.to_thread(run, [*arguments])
+        return code, *capsys.readouterr()
+
+    async with cluster(tmp_path) as known:
+        by_admin = ("--coordinator", known.target, "--identity", admin)
+        code, line, told = await says("token", "create", "--role", "viewer", *by_admin)
+        assert (code, told.split()[-4:]) == (0, ["times:", "skein", "join", "LINE"])
+        code, told, _ = await says("join", line.strip(), "--name", "ada")
+        assert code == 0
+        assert told.startswith(f"joined {known.target} as viewer ada of default")
+        assert (await says("workers", "--json"))[0] == 0
+        code, _, told = await says("drain", "w1")
+        assert (code, "viewer ada may not call Drain" in told) == (1, True)
+        code, told, _ = await says("identity", "revoke", "viewer", "ada", *by_admin)
+        assert (code, "revoked at" in told) == (0, True)
+        code, _, told = await says("workers")
+        assert (code, "viewer ada was revoked" in told) == (1, True)
+        code, _, told = await says("join", line.strip(), "--name", "eve")
+        assert (code, "is used up" in told) == (2, True)
+        code, _, told = await says("workers", "--coordinator", known.target)
+        assert (code, "it may want a certificate" in told) == (1, True)
