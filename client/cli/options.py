@@ -16,7 +16,7 @@ from skein.units import parse_bytes, parse_seconds
 from skein.wire.credentials import read_token
 from skein.wire.identity.enrolling import renewed
 from skein.wire.identity.passport import Passport
-from skein.wire.process.config_dir import default_identity_file
+from skein.wire.process.config_dir import IDENTITY_VARIABLE, default_identity_file
 
 COORDINATOR_VARIABLE = "SKEIN_COORDINATOR"
 TOKEN_VARIABLE = "SKEIN_TOKEN_FILE"  # noqa: S105 - the name of a variable
@@ -134,6 +134,8 @@ _CONNECTION = (
     click.Option(
         ["--identity", "identity_file"],
         type=click.Path(path_type=Path),
+        envvar=IDENTITY_VARIABLE,
+        show_envvar=True,
         help="Key and certificate by which the coordinator knows you; by default what skein join has kept.",
     ),
     click.Option(["--timeout"], default="10 s", show_default=True, help="For one try of one call."),

@@ -1,7 +1,9 @@
 """What goes into the images: lists of packages, a user without rights, a token, a health check."""
 
+import asyncio
 import re
 import stat
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +16,10 @@ from packaging.utils import canonicalize_name
 from deploy.docker.health import complaint
 from deploy.docker.make_token import make_token
 from deploy.docker.requirements import requirements
-from skein.wire.credentials import read_token
+from skein.wire.channel import bind, open_server
+from skein.wire.credentials import Credentials, Wallet, read_token
+from skein.wire.identity.authority import Authority
+from skein.wire.identity.names import COORDINATOR
 from tests.contract.source import ROOT
 from tests.deploy.stack import listing, services
 
@@ -158,6 +163,18 @@ def test_a_service_that_serves_has_no_complaint(target: str) -> None:
 def test_a_service_that_is_going_down_is_not_healthy(checker: health.HealthServicer, target: str) -> None:
     checker.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     assert complaint(target) == f"{target}: NOT_SERVING"
+
+
+async def test_a_service_that_wants_certificates_is_healthy_while_it_shakes_hands() -> None:
+    authority = Authority.new(now_s=time.time())
+    mine = Credentials(wallet=Wallet(authority.make_out(COORDINATOR, now_s=time.time())))
+    server = open_server(credentials=mine)
+    port = bind(server, "127.0.0.1", 0, credentials=mine)
+    await server.start()
+    try:
+        assert await asyncio.to_thread(complaint, f"127.0.0.1:{port}") is None
+    finally:
+        await server.stop(None)
 
 
 def test_nobody_is_not_healthy(target: str) -> None:
