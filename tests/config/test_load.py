@@ -28,7 +28,7 @@ budget: {steps: 3}
 """
 TOP = (
     "version, name, model, data, batch, parallel, skip, plan, optimizer, aggregation, precision, budget, evaluation, "
-    "checkpoint, recovery, backup, on_divergence, seed"
+    "checkpoint, recovery, backup, on_divergence, seed, priority, resources"
 )
 STEPS = "give a whole number from 1 to 100000000, or null"
 NO_BUDGET = "budget.steps: none: give steps, tokens or epochs, with hours beside them if wanted"
