@@ -5,12 +5,20 @@ import fcntl
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from coordinator import launcher
-from coordinator.launcher import FAILED, USAGE, CoordinatorOptions, ray_environment, run_coordinator
+from coordinator.launcher import (
+    FAILED,
+    USAGE,
+    CoordinatorOptions,
+    needs_certificates,
+    ray_environment,
+    run_coordinator,
+)
 from coordinator.records.store import LOCK_FILE
 
 
@@ -148,3 +156,15 @@ def test_others_are_told_an_address_that_they_can_reach(
 ) -> None:
     options = CoordinatorOptions(state_dir=tmp_path, host=host, advertise=advertise)
     assert launcher.advertised(options) == address
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "lab.example"])
+def test_beyond_this_machine_callers_need_certificates_unless_it_is_said_otherwise(
+    tmp_path: Path, host: str
+) -> None:
+    beyond = CoordinatorOptions(state_dir=tmp_path, host=host)
+    assert needs_certificates(beyond)
+    assert not needs_certificates(replace(beyond, allow_insecure=True))
+    assert not needs_certificates(replace(beyond, token_file=tmp_path / "token"))
+    assert not needs_certificates(replace(beyond, host="127.0.0.1"))
+    assert needs_certificates(replace(beyond, host="127.0.0.1", has_certificates=True))
