@@ -5,7 +5,7 @@ from pathlib import Path
 
 from skein.errors import UserError
 from skein.wire.credentials import Wallet
-from skein.wire.identity.enrolling import enrol, renewed
+from skein.wire.identity.enrolling import enrol, renewed_if_due
 from skein.wire.identity.joining import JoinLine
 from skein.wire.identity.passport import Passport
 
@@ -29,10 +29,10 @@ async def identity_by(line: JoinLine, name: str | None, default_name: str, state
         )
     path = state_dir / "identities" / f"{name or f'line-{line.token}'}.json"
     if path.exists() and (kept := Passport.load(path)).authority == line.authority:
-        if time.time() >= kept.renewal_s():
-            kept = await renewed(kept, clock=time.time)
-            kept.save(path)
-        return Wallet(kept, path)
+        fresh = await renewed_if_due(kept, clock=time.time)
+        if fresh != kept:
+            fresh.save(path)
+        return Wallet(fresh, path)
     made = await enrol(line, name or default_name, clock=time.time)
     made.save(path)
     return Wallet(made, path)

@@ -14,7 +14,7 @@ from client.connection import DEFAULT_TARGET
 from skein.errors import UserError
 from skein.units import parse_bytes, parse_seconds
 from skein.wire.credentials import read_token
-from skein.wire.identity.enrolling import renewed
+from skein.wire.identity.enrolling import renewed_if_due
 from skein.wire.identity.passport import Passport
 from skein.wire.process.config_dir import IDENTITY_VARIABLE, default_identity_file
 
@@ -105,9 +105,9 @@ def _passport(file: Path | None) -> Passport | None:
     """
     if file is None:
         return None
-    passport = Passport.load(file)
-    if passport.enrol_addresses and time.time() >= passport.renewal_s():
-        passport = asyncio.run(renewed(passport, clock=time.time))
+    kept = Passport.load(file)
+    passport = asyncio.run(renewed_if_due(kept, clock=time.time)) if kept.enrol_addresses else kept
+    if passport != kept:
         passport.save(file)
     if (fault := passport.fault(now_s=time.time())) is not None:
         raise UserError("identity", str(file), fault)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from coordinator.identity.register import Register, Registered
+from skein.errors import SkeinError
 from skein.wire.credentials import Credentials, Wallet
 from skein.wire.identity.authority import Authority, key_name, requested_key
 from skein.wire.identity.callers import NamedCallers
@@ -110,7 +112,11 @@ class IdentityOffice:
         while True:
             await asyncio.sleep(_LOOK_S)
             if self._clock() >= self.wallet.passport.renewal_s():
-                self.refresh()
+                try:
+                    self.refresh()
+                except (SkeinError, sqlite3.Error) as error:
+                    # On a full disk, for instance, which is no reason never to renew again.
+                    _log.error("identity of the admin not renewed: %s", error)
 
     def refresh(self) -> None:
         """Renew them now."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -12,15 +13,17 @@ import pytest
 from grpc import aio
 
 from client.cli import run
-from coordinator.identity.office import ADMIN_FILE, FOLDER
+from coordinator.identity.office import ADMIN_FILE, FOLDER, IdentityOffice
 from coordinator.serving import Serving, ServingOptions
-from skein.errors import UserError
+from skein.errors import RemoteError, UserError
 from skein.protocol.messages.directives import Welcome
 from skein.wire.channel import Lane, open_channel, open_enrolment_channel
 from skein.wire.credentials import Credentials, Wallet
-from skein.wire.identity.enrolling import enrol, renewed
+from skein.wire.identity import enrolling
+from skein.wire.identity.authority import LIFE_S, Authority
+from skein.wire.identity.enrolling import enrol, keep_renewed, renewed, renewed_if_due
 from skein.wire.identity.joining import JoinLine
-from skein.wire.identity.names import Caller, CallerRole
+from skein.wire.identity.names import LOCAL, Caller, CallerRole
 from skein.wire.identity.passport import Passport
 from skein.wire.v1 import identity_pb2, identity_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import WAIT_S, hello, plan_at_once
@@ -210,3 +213,62 @@ async def test_by_the_command_one_makes_a_line_another_joins_and_is_revoked(
         assert (code, "is used up" in told) == (2, True)
         code, _, told = await says("workers", "--coordinator", known.target)
         assert (code, "it may want a certificate" in told) == (1, True)
+
+
+async def test_no_name_passes_for_a_connection_without_certificates(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known:
+        mine = await known.passport("local", "admin")
+        assert mine.caller != LOCAL
+        with pytest.raises(UserError, match="use up to 64 letters"):
+            await known.passport(LOCAL.name, "admin")
+        await known.revoke("local", "admin")
+        with pytest.raises(aio.AioRpcError, match="admin local was revoked"):
+            await known.version(mine)
+
+
+async def test_a_certificate_that_counts_does_for_as_long_as_no_next_one_can_be_had(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known:
+        mine = await known.passport("w-1")
+    assert await renewed_if_due(mine, clock=lambda: mine.renewal_s() + 1) == mine
+    with pytest.raises(RemoteError):
+        await renewed_if_due(mine, clock=lambda: mine.ends_s + 1)
+
+
+async def test_a_process_that_slept_past_the_end_of_its_certificate_gets_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enrolling, "_LOOK_S", 0.0)
+    async with cluster(tmp_path) as known:
+        mine = await known.passport("w-1")
+        authority = Authority.kept_in(tmp_path / FOLDER, now_s=time.time())
+        ended = authority.certify(mine.request(), mine.caller, now_s=time.time() - 2 * LIFE_S)
+        wallet = Wallet(replace(mine, certificate=ended))
+        dial = partial(open_channel, credentials=Credentials(wallet=wallet))
+        keeping = asyncio.create_task(
+            keep_renewed(wallet, dial=dial, at=lambda: known.target, clock=time.time)
+        )
+        while wallet.passport.certificate == ended:  # noqa: ASYNC110 - a wallet tells nobody
+            await asyncio.sleep(0)
+        keeping.cancel()
+        assert await known.version(wallet.passport) == 1
+
+
+async def test_the_coordinator_renews_itself_again_after_its_disk_was_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.identity.office._LOOK_S", 0.0)
+    now_s = time.time()
+    office = IdentityOffice(tmp_path, clock=lambda: now_s)
+    office.lead("a:1", "a:2")
+    before = office.wallet.passport
+    (tmp_path / ADMIN_FILE).unlink()
+    (tmp_path / ADMIN_FILE).mkdir()  # cannot be read, nor replaced
+    keeping = asyncio.create_task(office.keep())
+    for _ in range(2):
+        now_s = office.wallet.passport.renewal_s() + 1
+        before = office.wallet.passport
+        while office.wallet.passport == before:
+            assert not keeping.done()
+            await asyncio.sleep(0)
+    keeping.cancel()
+    office.close()

@@ -62,6 +62,26 @@ async def renewed(passport: Passport, *, clock: Callable[[], float]) -> Passport
     return await _fulfilled(passport, lambda stub: stub.Renew(wanted, timeout=_CALL_S), clock)
 
 
+async def renewed_if_due(passport: Passport, *, clock: Callable[[], float]) -> Passport:
+    """The passport, with its next certificate where a third of its life or less is left.
+
+    Nobody needs the next one while the last one counts: where none can be had, it stays.
+
+    Raises:
+        UserError: the coordinator does not make it out.
+        RemoteError: the last one has ended, and no coordinator can be reached.
+    """
+    if clock() < passport.renewal_s():
+        return passport
+    try:
+        return await renewed(passport, clock=clock)
+    except RemoteError as error:
+        if passport.fault(now_s=clock()) is not None:
+            raise
+        _log.warning("identity not renewed, it ends at %s: %s", utc_text(passport.ends_s), error)
+        return passport
+
+
 async def keep_renewed(
     wallet: Wallet, *, dial: Dial, at: Callable[[], str], clock: Callable[[], float]
 ) -> NoReturn:
@@ -72,17 +92,20 @@ async def keep_renewed(
         if clock() < passport.renewal_s():
             continue
         try:
-            wallet.renew(await _renewed_at(at(), passport, dial))
+            # Whoever slept past the end shows nothing that counts any more, and goes where strangers do.
+            has_ended = passport.fault(now_s=clock()) is not None
+            asked = renewed(passport, clock=clock) if has_ended else _renewed_at(at(), passport, dial)
+            wallet.renew((await asked).certificate)
             _log.info("identity renewed: until %s", utc_text(wallet.passport.ends_s))
         except SkeinError as error:
             _log.warning("identity not renewed, it ends at %s: %s", utc_text(passport.ends_s), error)
 
 
-async def _renewed_at(address: str, passport: Passport, dial: Dial) -> str:
+async def _renewed_at(address: str, passport: Passport, dial: Dial) -> identity_pb2.EnrolReply:
     wanted = identity_pb2.RenewRequest(certificate=passport.certificate, request=passport.request())
     async with dialled(dial, address, Lane.CONTROL) as channel:
         try:
-            return (await identity_pb2_grpc.EnrolStub(channel).Renew(wanted, timeout=_CALL_S)).certificate
+            return await identity_pb2_grpc.EnrolStub(channel).Renew(wanted, timeout=_CALL_S)
         except aio.AioRpcError as error:
             raise error_of(error, address) from error
 

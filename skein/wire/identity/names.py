@@ -61,7 +61,8 @@ class Caller:
 
 COORDINATOR = Caller(name="coordinator", role=CallerRole.COORDINATOR)
 """The coordinator that leads, and those that stand by: they share a state directory, and so an authority."""
-LOCAL = Caller(name="local", role=CallerRole.ADMIN)
+# No certificate can be had under this name: whoever had one could not be revoked, nor be held to a name.
+LOCAL = Caller(name="(local)", role=CallerRole.ADMIN)
 """The caller where no certificates are asked for: on loopback, or where the operator said that it is well so."""
 
 
