@@ -111,12 +111,16 @@ class IdentityOffice:
         """Renew the coordinator's own certificate, and the admin's beside it, when a third of its life is left."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            if self._clock() >= self.wallet.passport.renewal_s():
-                try:
-                    self.refresh()
-                except (SkeinError, sqlite3.Error) as error:
-                    # On a full disk, for instance, which is no reason never to renew again.
-                    _log.error("identity of the admin not renewed: %s", error)
+            self.look()
+
+    def look(self) -> None:
+        """Renew them if that is due."""
+        if self._clock() >= self.wallet.passport.renewal_s():
+            try:
+                self.refresh()
+            except (SkeinError, sqlite3.Error) as error:
+                # On a full disk, for instance, which is no reason never to renew again.
+                _log.error("identity of the admin not renewed: %s", error)
 
     def refresh(self) -> None:
         """Renew them now."""

@@ -203,14 +203,9 @@ class Register:
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
         """A transaction; it is on disk when this ends, or has not been."""
-        with self._lock:
-            self._database.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._database
-            except BaseException:
-                self._database.execute("ROLLBACK")
-                raise
-            self._database.execute("COMMIT")
+        with self._lock, self._database as database:
+            database.execute("BEGIN IMMEDIATE")
+            yield database
 
     def _find(self, database: sqlite3.Connection, role: CallerRole, name: str) -> Registered | None:
         with closing(database.execute(_ONE, (role.value, name))) as found:

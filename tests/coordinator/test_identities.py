@@ -19,9 +19,8 @@ from skein.errors import RemoteError, UserError
 from skein.protocol.messages.directives import Welcome
 from skein.wire.channel import Lane, open_channel, open_enrolment_channel
 from skein.wire.credentials import Credentials, Wallet
-from skein.wire.identity import enrolling
 from skein.wire.identity.authority import LIFE_S, Authority
-from skein.wire.identity.enrolling import enrol, keep_renewed, renewed, renewed_if_due
+from skein.wire.identity.enrolling import enrol, renew_wallet, renewed, renewed_if_due
 from skein.wire.identity.joining import JoinLine
 from skein.wire.identity.names import LOCAL, Caller, CallerRole
 from skein.wire.identity.passport import Passport
@@ -234,41 +233,26 @@ async def test_a_certificate_that_counts_does_for_as_long_as_no_next_one_can_be_
         await renewed_if_due(mine, clock=lambda: mine.ends_s + 1)
 
 
-async def test_a_process_that_slept_past_the_end_of_its_certificate_gets_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(enrolling, "_LOOK_S", 0.0)
+async def test_a_process_that_slept_past_the_end_of_its_certificate_gets_the_next_one(tmp_path: Path) -> None:
     async with cluster(tmp_path) as known:
         mine = await known.passport("w-1")
         authority = Authority.kept_in(tmp_path / FOLDER, now_s=time.time())
         ended = authority.certify(mine.request(), mine.caller, now_s=time.time() - 2 * LIFE_S)
         wallet = Wallet(replace(mine, certificate=ended))
         dial = partial(open_channel, credentials=Credentials(wallet=wallet))
-        keeping = asyncio.create_task(
-            keep_renewed(wallet, dial=dial, at=lambda: known.target, clock=time.time)
-        )
-        while wallet.passport.certificate == ended:  # noqa: ASYNC110 - a wallet tells nobody
-            await asyncio.sleep(0)
-        keeping.cancel()
+        await renew_wallet(wallet, dial=dial, at=known.target, clock=time.time)
         assert await known.version(wallet.passport) == 1
 
 
-async def test_the_coordinator_renews_itself_again_after_its_disk_was_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("coordinator.identity.office._LOOK_S", 0.0)
+def test_the_coordinator_renews_itself_again_after_its_disk_was_full(tmp_path: Path) -> None:
     now_s = time.time()
     office = IdentityOffice(tmp_path, clock=lambda: now_s)
     office.lead("a:1", "a:2")
-    before = office.wallet.passport
     (tmp_path / ADMIN_FILE).unlink()
     (tmp_path / ADMIN_FILE).mkdir()  # cannot be read, nor replaced
-    keeping = asyncio.create_task(office.keep())
     for _ in range(2):
-        now_s = office.wallet.passport.renewal_s() + 1
         before = office.wallet.passport
-        while office.wallet.passport == before:
-            assert not keeping.done()
-            await asyncio.sleep(0)
-    keeping.cancel()
+        now_s = before.renewal_s() + 1
+        office.look()
+        assert office.wallet.passport != before
     office.close()

@@ -88,17 +88,22 @@ async def keep_renewed(
     """Renew a wallet's certificate at whoever leads, as long as this runs; what fails is tried again and told."""
     while True:
         await asyncio.sleep(_LOOK_S)
-        passport = wallet.passport
-        if clock() < passport.renewal_s():
-            continue
-        try:
-            # Whoever slept past the end shows nothing that counts any more, and goes where strangers do.
-            has_ended = passport.fault(now_s=clock()) is not None
-            asked = renewed(passport, clock=clock) if has_ended else _renewed_at(at(), passport, dial)
-            wallet.renew((await asked).certificate)
-            _log.info("identity renewed: until %s", utc_text(wallet.passport.ends_s))
-        except SkeinError as error:
-            _log.warning("identity not renewed, it ends at %s: %s", utc_text(passport.ends_s), error)
+        await renew_wallet(wallet, dial=dial, at=at(), clock=clock)
+
+
+async def renew_wallet(wallet: Wallet, *, dial: Dial, at: str, clock: Callable[[], float]) -> None:
+    """Renew a wallet's certificate, if that is due, at the coordinator that leads; what fails is told."""
+    passport = wallet.passport
+    if clock() < passport.renewal_s():
+        return
+    try:
+        # Whoever slept past the end shows nothing that counts any more, and goes where strangers do.
+        has_ended = passport.fault(now_s=clock()) is not None
+        asked = renewed(passport, clock=clock) if has_ended else _renewed_at(at, passport, dial)
+        wallet.renew((await asked).certificate)
+        _log.info("identity renewed: until %s", utc_text(wallet.passport.ends_s))
+    except SkeinError as error:
+        _log.warning("identity not renewed, it ends at %s: %s", utc_text(passport.ends_s), error)
 
 
 async def _renewed_at(address: str, passport: Passport, dial: Dial) -> identity_pb2.EnrolReply:
