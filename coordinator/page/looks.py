@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import skein
 from coordinator.driver import Driver
+from coordinator.page.bars import bars_of
 from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import Roster, brief_status, job_status
-from skein.plan.clock.walked import bars_of
 from skein.types import JobId
 from skein.wire.shown.points import Course, Point, fewer_points
 from skein.wire.views import JobStatus, Key

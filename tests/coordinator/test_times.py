@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 
+from coordinator.page.bars import bars_of
 from coordinator.records.journal import Journal
 from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import Roster, brief_status, job_status
 from skein.config.job import PlanSpec
-from skein.plan.clock.walked import bars_of
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.log.records import Record
 from skein.sim.scenario import make_world
