@@ -197,7 +197,9 @@ class CoordinatorMetrics:
         # --- the coordinator ---
         self._jobs_by_state = new_gauge("skein_jobs", "Jobs, by state", ["state"])
         self._queue = new_gauge("skein_queue_jobs", "Jobs that wait for workers")
-        self._waiting = new_gauge("skein_queue_waiting_seconds", "Since a job waits for workers", ["job"])
+        self._waiting = new_gauge(
+            "skein_queue_waiting_seconds", "So long a job has waited for workers", ["job"]
+        )
         self._workers = new_gauge("skein_workers", "Workers, by state", ["state"])
         self._lease = new_gauge("skein_lease_remaining_seconds", "Until a worker counts as lost", ["worker"])
         self._generation = new_gauge("skein_generation_number", "Of the newest plan")

@@ -236,6 +236,17 @@ _WORKERS = Row(
             queries=(_query("sum by (kind) (skein_worker_queued_ops)", "{{kind}}"),),
             is_stacked=True,
         ),
+        Panel(
+            title="Jobs in the queue",
+            about="Jobs that wait until workers are free for all their stages.",
+            queries=(_query("skein_queue_jobs", "jobs"),),
+        ),
+        Panel(
+            title="Time in the queue",
+            about="Since when each of them has been waiting.",
+            queries=(_query("skein_queue_waiting_seconds or vector(0)", "{{job}}"),),
+            unit=units.Seconds,
+        ),
     ),
 )
 
