@@ -31,6 +31,7 @@ from coordinator.telling.exposition import Exposition
 from coordinator.telling.joblines import FOLDER, JobLines
 from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import Roster
+from coordinator.telling.tracing import traced
 from skein.errors import LocalError, SkeinError
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.log.records import EpochOpened, Record
@@ -245,7 +246,7 @@ class Serving:
             _refuse_crash_loop(memory.openings, now=clock())
             patient = PatientLog(wrap(log))
             store = CheckpointStore(options.state_dir / CHECKPOINTS, places=options.places)
-            driver = memory.drive(patient, store, plan, clock)
+            driver = memory.drive(traced(patient), store, plan, clock)
             address = options.advertise or doors.service.address
             lead, roster = Lead(log, address, takeover_s=options.takeover_s), Roster(memory.machine)
             doors.board.lead(Looks(driver, roster, memory.metrics))
