@@ -2,16 +2,20 @@
 
     python -m bench.wire [--json]
 
-Ends with one JSON line; exit code 1 if a goal is missed.
+Once in the clear and once between certificates, the two taking turns. Ends with one JSON line; exit code 1 if a goal is missed.
 """
 
 import argparse
 import asyncio
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import grpc
@@ -34,8 +38,11 @@ from skein.types import (
     WorkerId,
 )
 from skein.wire.channel import PART_BYTES, Lane, bind, open_channel, open_channel_to, open_server
-from skein.wire.credentials import NO_CREDENTIALS
+from skein.wire.credentials import NO_CREDENTIALS, Credentials, Wallet
 from skein.wire.extra import DType, FetchStateRequest
+from skein.wire.identity.authority import Authority
+from skein.wire.identity.names import worker_caller
+from skein.wire.identity.passport import Passport
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from worker.bundle import Bundle, WireTensor, allocate
 from worker.service import PeerService
@@ -48,6 +55,8 @@ HERE, THERE = WorkerId("here"), WorkerId("there")
 LARGE_BYTES, NUM_LARGE = 16 << 20, 32
 SMALL_BYTES, NUM_SMALL = 64 << 10, 200
 NUM_RUNS = 5
+MIN_SHARE = 0.7
+"""Of the bytes per second in the clear that certificates leave."""
 
 
 def tensor(num_bytes: int) -> Bundle:
@@ -78,14 +87,14 @@ def envelope(sender: WorkerId, microbatch: int, direction: Direction) -> Envelop
 class Station:
     """One side: takes tensors into `arrived`, sends with `peers`."""
 
-    def __init__(self, name: WorkerId, group: asyncio.TaskGroup) -> None:
+    def __init__(self, name: WorkerId, group: asyncio.TaskGroup, credentials: Credentials) -> None:
         self.name = name
         self.arrived: asyncio.Queue[tuple[Envelope, Bundle]] = asyncio.Queue()
         statistics = Statistics()
         self.peers = Peers(
             name,
             group=group,
-            dial=partial(open_channel_to, credentials=NO_CREDENTIALS),
+            dial=partial(open_channel_to, credentials=credentials),
             on_failed=self._failed,
             statistics=statistics,
         )
@@ -127,10 +136,10 @@ class Bare:
         server.add_generic_rpc_handlers((handlers,))
 
 
-async def listen(service: PeerService | Bare) -> tuple[aio.Server, int]:
-    server = open_server(credentials=NO_CREDENTIALS)
+async def listen(service: PeerService | Bare, credentials: Credentials) -> tuple[aio.Server, int]:
+    server = open_server(credentials=credentials)
     service.attach(server)
-    port = bind(server, "127.0.0.1", 0)
+    port = bind(server, "127.0.0.1", 0, credentials=credentials)
     await server.start()
     return server, port
 
@@ -138,13 +147,13 @@ async def listen(service: PeerService | Bare) -> tuple[aio.Server, int]:
 # --- the other process ---
 
 
-async def answer(parent_port: int) -> None:
+async def answer(parent_port: int, credentials: Credentials) -> None:
     """Send small tensors back, and an empty bundle for each large one."""
     async with asyncio.TaskGroup() as group:
-        station = Station(THERE, group)
+        station = Station(THERE, group, credentials)
         parent = Member(worker=HERE, incarnation=Incarnation("1"), address=f"127.0.0.1:{parent_port}")
-        server, port = await listen(station.service)
-        bare_server, bare_port = await listen(Bare())
+        server, port = await listen(station.service, credentials)
+        bare_server, bare_port = await listen(Bare(), credentials)
         print(port, bare_port, flush=True)
         group.create_task(server.wait_for_termination())
         group.create_task(bare_server.wait_for_termination())
@@ -156,9 +165,10 @@ async def answer(parent_port: int) -> None:
 
 
 @asynccontextmanager
-async def other_process(port: int) -> AsyncIterator[tuple[int, int]]:
+async def other_process(port: int, identity: Path | None) -> AsyncIterator[tuple[int, int]]:
+    given = () if identity is None else ("--identity", str(identity))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.wire", "--answer", str(port), stdout=subprocess.PIPE
+        *(sys.executable, "-m", "bench.wire", "--answer", str(port), *given), stdout=subprocess.PIPE
     )
     assert process.stdout is not None
     try:
@@ -172,11 +182,11 @@ async def other_process(port: int) -> AsyncIterator[tuple[int, int]]:
 # --- measurements ---
 
 
-async def bare_bytes_per_s(port: int) -> float:
+async def bare_bytes_per_s(port: int, credentials: Credentials) -> float:
     """Of the same bytes as parts on a bare stream: no checksum, no credit, nothing kept."""
     loop = asyncio.get_running_loop()
     data = bytes(PART_BYTES)
-    async with open_channel(f"127.0.0.1:{port}", Lane.FORWARD, credentials=NO_CREDENTIALS) as channel:
+    async with open_channel_to(THERE, credentials=credentials)(f"127.0.0.1:{port}", Lane.FORWARD) as channel:
         await channel.channel_ready()
         began_s = loop.time()
         call = peer_pb2_grpc.PeerStub(channel).Deliver(None)
@@ -208,44 +218,118 @@ class Exchange:
         return loop.time() - began_s
 
 
-async def measure() -> list[Row]:
+@dataclass(slots=True, kw_only=True)
+class Wire:
+    """A way between the two processes, and what was measured on it."""
+
+    station: Station
+    to: Member
+    exchange: Exchange
+    credentials: Credentials
+    bare_port: int
+    ours: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
+    one_way: list[float] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def wire(identities: Mapping[WorkerId, Path]) -> AsyncIterator[Wire]:
+    """Two processes that have spoken; between certificates where there are `identities`."""
+    credentials = credentials_of(identities.get(HERE))
     async with asyncio.TaskGroup() as group:
-        station = Station(HERE, group)
-        server, port = await listen(station.service)
-        async with other_process(port) as (there_port, bare_port):
+        station = Station(HERE, group, credentials)
+        server, port = await listen(station.service, credentials)
+        async with other_process(port, identities.get(THERE)) as (there_port, bare_port):
             to = Member(worker=THERE, incarnation=Incarnation("1"), address=f"127.0.0.1:{there_port}")
             exchange = Exchange(station, to)
-            small, large = tensor(SMALL_BYTES), tensor(LARGE_BYTES)
-            ours, bare = [], []
-            await exchange.elapsed_s(large, NUM_LARGE)
-            for _ in range(NUM_RUNS):
-                bare.append(await bare_bytes_per_s(bare_port) / 1e9)
-                ours.append(NUM_LARGE * LARGE_BYTES / await exchange.elapsed_s(large, NUM_LARGE) / 1e9)
-            one_way = [await exchange.elapsed_s(small, 1) / 2 * 1e3 for _ in range(NUM_SMALL)]
-            there, _ = await station.peers.measure_link(to)
+            await exchange.elapsed_s(tensor(LARGE_BYTES), NUM_LARGE)
+            yield Wire(
+                station=station, to=to, exchange=exchange, credentials=credentials, bare_port=bare_port
+            )
         await station.peers.close()
         await server.stop(None)
+
+
+def credentials_of(identity: Path | None) -> Credentials:
+    return NO_CREDENTIALS if identity is None else Credentials(wallet=Wallet(Passport.load(identity)))
+
+
+def make_identities(folder: Path) -> dict[WorkerId, Path]:
+    """Identities of both processes, made out by an authority of their own."""
+    authority = Authority.new(now_s=time.time())
+    files = {name: folder / name for name in (HERE, THERE)}
+    for name, file in files.items():
+        authority.make_out(worker_caller(name), now_s=time.time()).save(file)
+    return files
+
+
+async def measure() -> list[Row]:
+    small, large = tensor(SMALL_BYTES), tensor(LARGE_BYTES)
+    async with AsyncExitStack() as stack:
+        identities = make_identities(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        wires = [await stack.enter_async_context(wire(known)) for known in ({}, identities)]
+        for _ in range(NUM_RUNS):
+            for one in wires:
+                one.bare.append(await bare_bytes_per_s(one.bare_port, one.credentials) / 1e9)
+                elapsed_s = await one.exchange.elapsed_s(large, NUM_LARGE)
+                one.ours.append(NUM_LARGE * LARGE_BYTES / elapsed_s / 1e9)
+        for _ in range(NUM_SMALL):
+            for one in wires:
+                one.one_way.append(await one.exchange.elapsed_s(small, 1) / 2 * 1e3)
+        plain, secure = wires
+        there, _ = await plain.station.peers.measure_link(plain.to)
     bare_ms = there.latency_s * 1e3
+    shares = [one / other for one, other in zip(secure.ours, plain.ours, strict=True)]
     return [
         Row(
             what="16 MiB tensors, send to arrival",
-            value=round(median(ours), 3),
+            value=round(median(plain.ours), 3),
             unit="GB/s",
-            against=f"bare gRPC stream, {median(bare):.2f} GB/s",
-            ratio=round(median(ours) / median(bare), 3),
+            against=f"bare gRPC stream, {median(plain.bare):.2f} GB/s",
+            ratio=round(median(plain.ours) / median(plain.bare), 3),
             goal=">= 0.8 GB/s",
-            holds=median(ours) >= 0.8,
-            spread=round(spread(ours), 3),
+            holds=median(plain.ours) >= 0.8,
+            spread=round(spread(plain.ours), 3),
         ),
         Row(
             what="64 KiB tensor, send to arrival",
-            value=round(median(one_way), 3),
+            value=round(median(plain.one_way), 3),
             unit="ms",
             against=f"quickest empty message, {bare_ms:.2f} ms",
-            ratio=round(median(one_way) / bare_ms, 3),
+            ratio=round(median(plain.one_way) / bare_ms, 3),
             goal="< 1.5 ms",
-            holds=median(one_way) < 1.5,
-            spread=round(spread(one_way), 3),
+            holds=median(plain.one_way) < 1.5,
+            spread=round(spread(plain.one_way), 3),
+        ),
+        Row(
+            what="16 MiB tensors between certificates",
+            value=round(median(secure.ours), 3),
+            unit="GB/s",
+            against=f"in the clear, {median(plain.ours):.2f} GB/s",
+            ratio=round(median(shares), 3),
+            goal=">= 0.7 of in the clear",
+            holds=median(shares) >= MIN_SHARE,
+            spread=round(spread(shares), 3),
+        ),
+        Row(
+            what="16 MiB on a bare gRPC stream between certificates",
+            value=round(median(secure.bare), 3),
+            unit="GB/s",
+            against=f"in the clear, {median(plain.bare):.2f} GB/s",
+            ratio=round(median(secure.bare) / median(plain.bare), 3),
+            goal="none: what TLS alone costs",
+            holds=True,
+            spread=round(spread(secure.bare), 3),
+        ),
+        Row(
+            what="64 KiB tensor between certificates",
+            value=round(median(secure.one_way), 3),
+            unit="ms",
+            against=f"in the clear, {median(plain.one_way):.2f} ms",
+            ratio=round(median(secure.one_way) / median(plain.one_way), 3),
+            goal="< 1.5 ms",
+            holds=median(secure.one_way) < 1.5,
+            spread=round(spread(secure.one_way), 3),
         ),
     ]
 
@@ -256,10 +340,11 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     parser.add_argument("--answer", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--identity", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     keep_message_buffers()
     if arguments.answer is not None:
-        asyncio.run(answer(arguments.answer))
+        asyncio.run(answer(arguments.answer, credentials_of(arguments.identity)))
         return 0
     rows = asyncio.run(measure())
     if not arguments.json:
