@@ -2,7 +2,7 @@
 
     python -m bench.wire [--json]
 
-Once in the clear and once between certificates, the two taking turns. Ends with one JSON line; exit code 1 if a goal is missed.
+In the clear and between certificates, which take turns. Ends with one JSON line; exit code 1 if a goal is missed.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from skein.types import (
     Step,
     WorkerId,
 )
-from skein.wire.channel import PART_BYTES, Lane, bind, open_channel, open_channel_to, open_server
+from skein.wire.channel import PART_BYTES, Lane, bind, open_channel_to, open_server
 from skein.wire.credentials import NO_CREDENTIALS, Credentials, Wallet
 from skein.wire.extra import DType, FetchStateRequest
 from skein.wire.identity.authority import Authority

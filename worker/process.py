@@ -24,6 +24,7 @@ from skein.wire.channel import bind, open_channel, open_channel_to, open_server
 from skein.wire.credentials import Credentials
 from skein.wire.extra import FetchStateRequest, LogLine
 from skein.wire.identity.enrolling import keep_renewed
+from skein.wire.identity.revocations import Revocations
 from skein.wire.leader import split_addresses
 from skein.wire.process.files import raise_open_files
 from skein.wire.serving.doorway import GREETED_BYTES, Doorway
@@ -101,7 +102,8 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
     metrics = WorkerMetrics(statistics, compute.gauges)
     async with AsyncExitStack() as stack:
         raise_open_files()
-        server = open_server(credentials=setting.credentials)
+        revocations = Revocations()
+        server = open_server(credentials=setting.credentials, named=revocations.named)
         port = bind(server, setting.listen, setting.port, credentials=setting.credentials)
         if setting.metrics_port is not None:
             pages = await metrics.serve(setting.metrics_host, setting.metrics_port)
@@ -136,7 +138,13 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
         stack.callback(keeping.cancel)
         on_ready(inbox)
         parts = _Parts(
-            setting=setting, machine=machine, inbox=inbox, executor=executor, copies=copies, service=service
+            setting=setting,
+            machine=machine,
+            inbox=inbox,
+            executor=executor,
+            copies=copies,
+            service=service,
+            revocations=revocations,
         )
         return await parts.drive(metrics, statistics)
 
@@ -151,6 +159,7 @@ class _Parts:
     executor: Executor
     copies: ChunkCopies
     service: PeerService
+    revocations: Revocations
 
     async def drive(self, metrics: WorkerMetrics, statistics: Statistics) -> Exit:
         """Join the coordinator, and let the driver run to its end."""
@@ -168,11 +177,11 @@ class _Parts:
                 on_taken=self.inbox.on_taken,
                 statistics=statistics,
             )
-            renewing = [
-                group.create_task(keep_renewed(wallet, dial=dial, at=lambda: where.at, clock=time.time))
-                for wallet in (setting.credentials.wallet,)
-                if wallet is not None
-            ]
+            keeping = []
+            if (wallet := setting.credentials.wallet) is not None:
+                renewing = keep_renewed(wallet, dial=dial, at=lambda: where.at, clock=time.time)
+                revoking = self.revocations.keep(dial=dial, at=lambda: where.at)
+                keeping = [group.create_task(renewing), group.create_task(revoking)]
             outside = Outside()
             datasets = Datasets(outside, roots=setting.places.data, cache=setting.cache)
             self.copies.start(group, peers, datasets)
@@ -212,8 +221,8 @@ class _Parts:
             driver.close()
             await control.flush(_FLUSH_S)
             streaming.cancel()
-            for keeping in renewing:
-                keeping.cancel()
+            for kept in keeping:
+                kept.cancel()
             await peers.close()
         return end
 

@@ -107,6 +107,11 @@ class IdentityOffice:
         """
         return self.register.revoke(role, name, now_s=self._clock())
 
+    def revoked(self) -> tuple[Registered, ...]:
+        """Identities that are revoked, and have a certificate that would still count."""
+        now_s = self._clock()
+        return tuple(one for one in self.register.identities() if one.revoked_s and one.ends_s > now_s)
+
     async def keep(self) -> NoReturn:
         """Renew the coordinator's own certificate, and the admin's beside it, when a third of its life is left."""
         while True:

@@ -61,6 +61,12 @@ class Identities(identity_pb2_grpc.IdentitiesServicer):
         self._office.named.end(revoked.caller)
         return _message(revoked)
 
+    async def ListRevoked(
+        self, request: identity_pb2.ListRevokedRequest, context: Context
+    ) -> identity_pb2.ListIdentitiesReply:
+        found = await asyncio.to_thread(self._office.revoked)
+        return identity_pb2.ListIdentitiesReply(identities=map(_message, found))
+
 
 class StrangersGate(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """Last of the services on the port for strangers: whatever else they ask for needs a certificate."""

@@ -148,18 +148,6 @@ async def test_a_revoked_worker_is_turned_away_at_once(tmp_path: Path) -> None:
             await renewed(one, clock=time.time)
 
 
-@pytest.mark.parametrize("role", ["worker", "submitter", "viewer"])
-async def test_tokens_are_for_admins_to_make(tmp_path: Path, role: str) -> None:
-    async with cluster(tmp_path) as known, known.channel(await known.passport("me", role)) as channel:
-        stub = identity_pb2_grpc.IdentitiesStub(channel)
-        for call in (
-            stub.CreateToken(identity_pb2.CreateTokenRequest(role="admin", life_s=60, uses=1)),
-            stub.ListIdentities(identity_pb2.ListIdentitiesRequest()),
-            stub.Revoke(identity_pb2.RevokeRequest(role="admin", name="admin")),
-        ):
-            assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
-
-
 async def test_the_port_for_strangers_answers_nothing_but_enrolment(tmp_path: Path) -> None:
     async with cluster(tmp_path) as known:
         channel = open_enrolment_channel(known.admin.enrol_addresses, known.admin.authority)

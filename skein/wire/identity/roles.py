@@ -38,6 +38,7 @@ ROLES: Final[Mapping[str, frozenset[CallerRole]]] = {
     "Identities/CreateToken": _ADMINS,
     "Identities/ListIdentities": _ADMINS,
     "Identities/Revoke": _ADMINS,
+    "Identities/ListRevoked": _WORKERS,
     "Peer/Deliver": _WORKERS,
     "Peer/FetchState": _WORKERS,
     "Peer/Probe": _WORKERS,

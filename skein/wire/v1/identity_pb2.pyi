@@ -184,6 +184,21 @@ class ListIdentitiesReply(_message.Message):
 Global___ListIdentitiesReply: _TypeAlias = ListIdentitiesReply  # noqa: Y015
 
 @_typing.final
+class ListRevokedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRevokedRequest: _TypeAlias = ListRevokedRequest  # noqa: Y015
+
+@_typing.final
 class RevokeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -146,7 +146,7 @@ class Enrol:
 
 
 class IdentitiesStub:
-    """For admins.
+    """For admins, but for ListRevoked.
     """
 
     def __init__(self, channel):
@@ -170,10 +170,15 @@ class IdentitiesStub:
                 request_serializer=skein_dot_wire_dot_v1_dot_identity__pb2.RevokeRequest.SerializeToString,
                 response_deserializer=skein_dot_wire_dot_v1_dot_identity__pb2.KnownIdentity.FromString,
                 _registered_method=True)
+        self.ListRevoked = channel.unary_unary(
+                '/skein.wire.v1.Identities/ListRevoked',
+                request_serializer=skein_dot_wire_dot_v1_dot_identity__pb2.ListRevokedRequest.SerializeToString,
+                response_deserializer=skein_dot_wire_dot_v1_dot_identity__pb2.ListIdentitiesReply.FromString,
+                _registered_method=True)
 
 
 class IdentitiesServicer:
-    """For admins.
+    """For admins, but for ListRevoked.
     """
 
     def CreateToken(self, request, context):
@@ -190,6 +195,13 @@ class IdentitiesServicer:
 
     def Revoke(self, request, context):
         """Ends an identity at once, with all its calls that go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRevoked(self, request, context):
+        """Whom workers are to refuse: revoked identities whose certificates have not ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -213,6 +225,11 @@ def add_IdentitiesServicer_to_server(servicer, server):
                     request_deserializer=skein_dot_wire_dot_v1_dot_identity__pb2.RevokeRequest.FromString,
                     response_serializer=skein_dot_wire_dot_v1_dot_identity__pb2.KnownIdentity.SerializeToString,
             ),
+            'ListRevoked': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRevoked,
+                    request_deserializer=skein_dot_wire_dot_v1_dot_identity__pb2.ListRevokedRequest.FromString,
+                    response_serializer=skein_dot_wire_dot_v1_dot_identity__pb2.ListIdentitiesReply.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'skein.wire.v1.Identities', rpc_method_handlers)
@@ -222,7 +239,7 @@ def add_IdentitiesServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Identities:
-    """For admins.
+    """For admins, but for ListRevoked.
     """
 
     @staticmethod
@@ -296,6 +313,33 @@ class Identities:
             '/skein.wire.v1.Identities/Revoke',
             skein_dot_wire_dot_v1_dot_identity__pb2.RevokeRequest.SerializeToString,
             skein_dot_wire_dot_v1_dot_identity__pb2.KnownIdentity.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRevoked(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/skein.wire.v1.Identities/ListRevoked',
+            skein_dot_wire_dot_v1_dot_identity__pb2.ListRevokedRequest.SerializeToString,
+            skein_dot_wire_dot_v1_dot_identity__pb2.ListIdentitiesReply.FromString,
             options,
             channel_credentials,
             insecure,

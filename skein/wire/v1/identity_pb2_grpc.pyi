@@ -70,7 +70,7 @@ class EnrolServicer(metaclass=_abc_1.ABCMeta):
 def add_EnrolServicer_to_server(servicer: EnrolServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class IdentitiesStub:
-    """For admins."""
+    """For admins, but for ListRevoked."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -80,19 +80,23 @@ class IdentitiesStub:
     ListIdentities: _grpc.UnaryUnaryMultiCallable[_identity_pb2.ListIdentitiesRequest, _identity_pb2.ListIdentitiesReply]
     Revoke: _grpc.UnaryUnaryMultiCallable[_identity_pb2.RevokeRequest, _identity_pb2.KnownIdentity]
     """Ends an identity at once, with all its calls that go on."""
+    ListRevoked: _grpc.UnaryUnaryMultiCallable[_identity_pb2.ListRevokedRequest, _identity_pb2.ListIdentitiesReply]
+    """Whom workers are to refuse: revoked identities whose certificates have not ended."""
 
 @_typing.type_check_only
 class IdentitiesAsyncStub(IdentitiesStub):
-    """For admins."""
+    """For admins, but for ListRevoked."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateToken: _aio.UnaryUnaryMultiCallable[_identity_pb2.CreateTokenRequest, _identity_pb2.CreateTokenReply]  # type: ignore[assignment]
     ListIdentities: _aio.UnaryUnaryMultiCallable[_identity_pb2.ListIdentitiesRequest, _identity_pb2.ListIdentitiesReply]  # type: ignore[assignment]
     Revoke: _aio.UnaryUnaryMultiCallable[_identity_pb2.RevokeRequest, _identity_pb2.KnownIdentity]  # type: ignore[assignment]
     """Ends an identity at once, with all its calls that go on."""
+    ListRevoked: _aio.UnaryUnaryMultiCallable[_identity_pb2.ListRevokedRequest, _identity_pb2.ListIdentitiesReply]  # type: ignore[assignment]
+    """Whom workers are to refuse: revoked identities whose certificates have not ended."""
 
 class IdentitiesServicer(metaclass=_abc_1.ABCMeta):
-    """For admins."""
+    """For admins, but for ListRevoked."""
 
     @_abc_1.abstractmethod
     def CreateToken(
@@ -115,5 +119,13 @@ class IdentitiesServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_identity_pb2.KnownIdentity, _abc.Awaitable[_identity_pb2.KnownIdentity]]:
         """Ends an identity at once, with all its calls that go on."""
+
+    @_abc_1.abstractmethod
+    def ListRevoked(
+        self,
+        request: _identity_pb2.ListRevokedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_identity_pb2.ListIdentitiesReply, _abc.Awaitable[_identity_pb2.ListIdentitiesReply]]:
+        """Whom workers are to refuse: revoked identities whose certificates have not ended."""
 
 def add_IdentitiesServicer_to_server(servicer: IdentitiesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
