@@ -50,10 +50,10 @@ _LAB = _of(
         "down": "End the lab, also one that was killed.",
     },
 )
-_TOKEN = _of("client.cli.identity", {"create": "Print a line that lets somebody join."})
+_TOKEN = _of("client.cli.access.identity", {"create": "Print a line that lets somebody join."})
 _IDENTITY: Verbs = {
-    "list": Verb(help="List identities.", module="client.cli.identity", attribute="listed"),
-    **_of("client.cli.identity", {"revoke": "End an identity at once."}),
+    "list": Verb(help="List identities.", module="client.cli.access.identity", attribute="listed"),
+    **_of("client.cli.access.identity", {"revoke": "End an identity at once."}),
 }
 _UP_COORDINATOR = Verb(help="Run a coordinator, hosted on Ray, until SIGTERM.", module="coordinator")
 _UP_WORKER = Verb(help="Run a worker that joins a coordinator, until SIGTERM.", module="worker")
@@ -96,7 +96,7 @@ _VERBS: Verbs = {
             "drain": "Take work away from a worker.",
         },
     ),
-    **_of("client.cli.identity", {"join": "Get an identity by a pasted line."}),
+    **_of("client.cli.access.identity", {"join": "Get an identity by a pasted line."}),
     **_group("token", "Lines that let somebody join.", _TOKEN),
     **_group("identity", "Who joined, and whose identity ends.", _IDENTITY),
     **_group("job", "Job files.", _JOB),

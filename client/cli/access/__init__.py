@@ -1,0 +1,1 @@
+"""Commands about who may come, and about what was done: identities, tokens, the audit log."""
