@@ -120,6 +120,7 @@ class Driver:
         clock: Unix seconds, never stepping back.
         journal: told what is durable, which states jobs are in, and what is logged about them.
         meter: counts.
+        note_worker: told which workers come, are turned away and go, for the audit log.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Driver:
         clock: Callable[[], float],
         journal: Journal,
         meter: CoordinatorMetrics,
+        note_worker: Callable[[WorkerId, str], None],
     ) -> None:
         self.machine = machine
         self.now = clock
@@ -140,6 +142,7 @@ class Driver:
         self._plan = plan
         self.files = Filing(checkpoints)
         self._meter = meter
+        self._note_worker = note_worker
         self._inbox: asyncio.Queue[_Item] = asyncio.Queue(MAX_WAITING)
         self._streams: dict[tuple[WorkerId, Incarnation], Stream] = {}
         self._unanswered: set[asyncio.Future[tuple[Record, ...]]] = set()
@@ -369,6 +372,8 @@ class Driver:
 
     def _say(self, said: Log) -> None:
         _log.info(said.line)
+        if (worker := said.worker) is not None:
+            self._note_worker(worker, said.words)
         if said.job is not None:
             text = LogLine(level=LogLevel.INFO, wall_s=self.now(), text=said.line)
             self.journal.line(said.job, None, text)

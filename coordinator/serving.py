@@ -23,6 +23,7 @@ from coordinator.identity.office import IdentityOffice
 from coordinator.lead.lease import AGAIN_S, Lead, PatientLog
 from coordinator.page.board import Audience, Board
 from coordinator.page.looks import Looks
+from coordinator.records.audit import AuditLog
 from coordinator.records.journal import Journal
 from coordinator.records.logfile import Holder, LogFull
 from coordinator.records.store import SOMEBODY, LeaseHeld, LogHeld, RunLog
@@ -36,6 +37,7 @@ from skein.errors import LocalError, SkeinError
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.log.records import EpochOpened, Record
 from skein.protocol.membership.membership import LEASE_S
+from skein.storage.chain import FOLDER as AUDIT_FOLDER
 from skein.storage.places import ANYWHERE, Places
 from skein.types import Epoch
 from skein.wire.channel import is_loopback
@@ -117,7 +119,12 @@ class ReplayedLog:
         self.num_records += len(records)
 
     def drive(
-        self, log: AppendLog, store: CheckpointStore, plan: AnswerPlan, now: Callable[[], float]
+        self,
+        log: AppendLog,
+        store: CheckpointStore,
+        plan: AnswerPlan,
+        now: Callable[[], float],
+        audit: AuditLog,
     ) -> Driver:
         """The driver, once all is replayed."""
         self.driver = Driver(
@@ -128,6 +135,7 @@ class ReplayedLog:
             clock=now,
             journal=self.journal,
             meter=self.metrics,
+            note_worker=audit.note_worker,
         )
         return self.driver
 
@@ -137,6 +145,7 @@ class Doors:
     """Servers by which a coordinator is reached, whether it leads or stands by."""
 
     service: Service
+    audit: AuditLog
     exposition: Exposition
     board: Board
     pages: Pages | None
@@ -163,22 +172,26 @@ class Doors:
                 office = await asyncio.to_thread(IdentityOffice, options.state_dir / AUTHORITY_FOLDER)
                 undo.callback(office.close)
                 credentials = office.credentials
+            audit = AuditLog(options.state_dir / AUDIT_FOLDER)
+            undo.push_async_callback(audit.close)
             service = await listen(
                 options.host,
                 options.port,
                 credentials=credentials,
                 count_refusal=metrics.refused,
+                audit=audit,
                 office=office,
                 enrol_port=options.enrol_port,
             )
             undo.pop_all()
-        return cls(service=service, exposition=exposition, board=board, pages=pages)
+        return cls(service=service, audit=audit, exposition=exposition, board=board, pages=pages)
 
     async def close(self) -> None:
         """Answer nobody any more. Idempotent."""
         await self.service.stop()
         if self.pages is not None:
             await self.pages.close()
+        await self.audit.close()
 
 
 def audience_of(options: ServingOptions) -> Audience:
@@ -246,7 +259,7 @@ class Serving:
             _refuse_crash_loop(memory.openings, now=clock())
             patient = PatientLog(wrap(log))
             store = CheckpointStore(options.state_dir / CHECKPOINTS, places=options.places)
-            driver = memory.drive(traced(patient), store, plan, clock)
+            driver = memory.drive(traced(patient), store, plan, clock, doors.audit)
             address = options.advertise or doors.service.address
             lead, roster = Lead(log, address, takeover_s=options.takeover_s), Roster(memory.machine)
             doors.board.lead(Looks(driver, roster, memory.metrics))

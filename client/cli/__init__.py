@@ -55,6 +55,10 @@ _IDENTITY: Verbs = {
     "list": Verb(help="List identities.", module="client.cli.access.identity", attribute="listed"),
     **_of("client.cli.access.identity", {"revoke": "End an identity at once."}),
 }
+_AUDIT = _of(
+    "client.cli.access.audit",
+    {"show": "Show who did what.", "verify": "Find entries that were changed, taken out or cut off."},
+)
 _UP_COORDINATOR = Verb(help="Run a coordinator, hosted on Ray, until SIGTERM.", module="coordinator")
 _UP_WORKER = Verb(help="Run a worker that joins a coordinator, until SIGTERM.", module="worker")
 _VERBS: Verbs = {
@@ -99,6 +103,7 @@ _VERBS: Verbs = {
     **_of("client.cli.access.identity", {"join": "Get an identity by a pasted line."}),
     **_group("token", "Lines that let somebody join.", _TOKEN),
     **_group("identity", "Who joined, and whose identity ends.", _IDENTITY),
+    **_group("audit", "The audit log of a coordinator, on its machine.", _AUDIT),
     **_group("job", "Job files.", _JOB),
     **_of(
         "client.cli.plan", {"plan": "Plan a step for an instance or a fleet, and say how good the plan is."}

@@ -50,7 +50,7 @@ def write_mirror(directory: Path, mirror: Mirror) -> None:
     """
     tail, key = mirror.tail, mirror.key.hex()
     position = {"entry": tail.entry, "epoch": tail.epoch, "digest": (tail.digest or b"").hex(), "key": key}
-    _write(directory / MIRROR_FILE, json.dumps(position))
+    replace_file(directory / MIRROR_FILE, json.dumps(position))
 
 
 def take_key(directory: Path, mirror: Mirror | None) -> tuple[bytes, bool]:
@@ -71,7 +71,7 @@ def take_key(directory: Path, mirror: Mirror | None) -> tuple[bytes, bool]:
         return kept, False
     mirrored = b"" if mirror is None else mirror.key
     key = mirrored or secrets.token_bytes(KEY_BYTES)
-    _write(path, key.hex())
+    replace_file(path, key.hex())
     return key, not mirrored
 
 
@@ -84,8 +84,12 @@ def _key_of(text: str) -> bytes:
     return key if len(key) == KEY_BYTES else b""
 
 
-def _write(path: Path, text: str) -> None:
-    """Replace a file whole and durably, readable by its owner alone."""
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file whole and durably, readable by its owner alone.
+
+    Raises:
+        OSError: the disk takes nothing; the file is as it was.
+    """
     new = path.with_name(f".{path.name}-{os.getpid()}")
     with open(new, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(f"{text}\n")

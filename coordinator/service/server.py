@@ -13,6 +13,8 @@ from coordinator.driver import Driver
 from coordinator.identity.office import IdentityOffice
 from coordinator.lead.lease import Lead
 from coordinator.page.board import Board
+from coordinator.records.audit import AuditLog
+from coordinator.service.audited import Audited
 from coordinator.service.calls import Calls, CountRefusal
 from coordinator.service.checkpoint import Checkpoint
 from coordinator.service.control import Control
@@ -124,6 +126,7 @@ async def listen(
     *,
     credentials: Credentials,
     count_refusal: CountRefusal,
+    audit: AuditLog,
     office: IdentityOffice | None = None,
     enrol_port: int = 0,
 ) -> Service:
@@ -135,7 +138,8 @@ async def listen(
     # Who has no call for so long dials again when it has one; nothing else shows on these connections.
     idle = ("grpc.max_connection_idle_ms", _IDLE_MS)
     named = None if office is None else office.named
-    server = open_server(credentials=credentials, before=[Calls(count_refusal)], options=[idle], named=named)
+    before = [Calls(count_refusal), Audited(audit)]
+    server = open_server(credentials=credentials, before=before, options=[idle], named=named)
     gate, checker = Gate(), Health({f"skein.wire.v1.{name}": NOT_SERVING for name in SERVICES})
     server.add_generic_rpc_handlers((checker,))
     if office is not None:
@@ -145,7 +149,7 @@ async def listen(
     bound = bind(server, host, port, credentials=credentials)
     strangers, enrol_bound = None, 0
     if office is not None:
-        strangers = open_server(credentials=NO_CREDENTIALS, before=[Calls(count_refusal)], options=[idle])
+        strangers = open_server(credentials=NO_CREDENTIALS, before=before, options=[idle])
         identity_pb2_grpc.add_EnrolServicer_to_server(Enrol(office), strangers)
         strangers.add_generic_rpc_handlers((Health(), StrangersGate()))
         enrol_bound = bind(strangers, host, enrol_port, credentials=credentials, is_for_strangers=True)

@@ -219,7 +219,14 @@ async def lab(
     journal = Journal(lambda: driver.read_records())
     journal.recorded(log.records)
     driver = Driver(
-        machine, log, plan=plan, checkpoints=files, clock=clock, journal=journal, meter=CoordinatorMetrics()
+        machine,
+        log,
+        plan=plan,
+        checkpoints=files,
+        clock=clock,
+        journal=journal,
+        meter=CoordinatorMetrics(),
+        note_worker=lambda _worker, _words: None,
     )
     running = asyncio.create_task(driver.run())
     try:

@@ -252,7 +252,7 @@ class Coordinator:
         if not self.membership.is_current(event.worker, event.incarnation):
             return
         self._num_refused[event.incarnation] += 1
-        self._outbox.log(f"worker={event.worker} report refused: {event.reason}")
+        self._outbox.log(f"report refused: {event.reason}", worker=event.worker)
         if self._num_refused[event.incarnation] >= MAX_REFUSED:
             reason = f"{MAX_REFUSED} reports that cannot be, the last one: {event.reason}"
             evicted = membership.Evicted(worker=event.worker, reason=reason)
@@ -318,7 +318,7 @@ class Coordinator:
             f"{self._ending()}, but {knows}: restore it from a backup; or give --accept-lost-log, "
             "which goes on without what was lost"
         )
-        self._outbox.log(f"worker={worker} ends this coordinator: {reason}")
+        self._outbox.log(f"ends this coordinator: {reason}", worker=worker)
         self._outbox.do(io.Halt(reason=reason))
 
     def _ending(self) -> str:
@@ -331,7 +331,7 @@ class Coordinator:
     def _refuse_other_log(self, worker: WorkerId, incarnation: Incarnation, why: str) -> None:
         reason = f"{why}: its run log was replaced; start the worker again"
         self._outbox.send(Refused(reason=reason), (worker, incarnation))
-        self._outbox.log(f"worker={worker} refused: {reason}")
+        self._outbox.log(f"refused: {reason}", worker=worker)
 
     def _turn_away_stuck(self, *, now: float) -> None:
         for worker, reason in [stuck for run in self.runs for stuck in run.stuck(now=now)]:
@@ -350,7 +350,7 @@ class Coordinator:
                     )
                 case membership.Rejected():
                     self._outbox.send(Refused(reason=change.reason), (change.worker, change.incarnation))
-                    self._outbox.log(f"worker={change.worker} refused: {change.reason}")
+                    self._outbox.log(f"refused: {change.reason}", worker=change.worker)
                 case membership.Lost():
                     if change.is_final:
                         self._num_refused.pop(change.incarnation, None)
@@ -360,9 +360,9 @@ class Coordinator:
                         change.incarnation, silent_s=change.silent_s, is_dead=change.is_final, now=now
                     )
                     how = membership.LEFT if change.reason == membership.LEFT else f"lost: {change.reason}"
-                    self._outbox.log(f"worker={change.worker} {how}")
+                    self._outbox.log(how, worker=change.worker)
                 case membership.IsLeaving():
-                    self._outbox.log(f"worker={change.worker} leaving")
+                    self._outbox.log("leaving", worker=change.worker)
                     # With a job that is to begin or to go on, what a worker holds may be the last of it.
                     if run is None and not self._may_be_wanted(change.worker):
                         entry = self.membership.live[change.worker]
@@ -391,7 +391,7 @@ class Coordinator:
                 self._outbox.send(Dismiss(job=job.job, may_exit=False), entry.process)
         if not is_new:
             return
-        self._outbox.log(f"worker={worker} joined")
+        self._outbox.log("joined", worker=worker)
         self._remeasuring.joined(worker, now=now)
         others = [w for w in sorted(self.membership.live) if w != worker][:NUM_PROBED_PEERS]
         peers = tuple(self._outbox.to_probe(self.membership.live[other].member) for other in others)

@@ -210,15 +210,20 @@ class Halt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """A decision changed: one line for people, about `job` if that is given."""
+    """A decision changed: one line for people, about `job` if that is given.
+
+    `worker`: who came, was turned away or went; what is only said about a worker has none.
+    """
 
     words: str
     job: JobId | None = None
+    worker: WorkerId | None = None
 
     @property
     def line(self) -> str:
         """The line as it is shown."""
-        return self.words if self.job is None else f"job={self.job} {self.words}"
+        job = "" if self.job is None else f"job={self.job} "
+        return f"{job}{'' if self.worker is None else f'worker={self.worker} '}{self.words}"
 
 
 CoordinatorCommand = (
@@ -301,9 +306,9 @@ class Outbox:
         said = stamped(directive, epoch=self.history.epoch, generation=generation)
         self.commands += [Send(worker=x, incarnation=process, directive=said) for x, process in processes]
 
-    def log(self, words: str, *, job: JobId | None = None) -> None:
-        """Tell people; lines about a job are kept with it."""
-        self.commands.append(Log(words=words, job=job))
+    def log(self, words: str, *, job: JobId | None = None, worker: WorkerId | None = None) -> None:
+        """Tell people; lines about a job are kept with it, and whether a `worker` came or went with the audit log."""
+        self.commands.append(Log(words=words, job=job, worker=worker))
 
     def drain(self) -> list[CoordinatorCommand]:
         """All commands since the last call."""
