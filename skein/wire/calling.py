@@ -1,5 +1,11 @@
-"""Calls on a connection of their own: opened, closed, and what goes wrong on it in words."""
+"""Calls on a connection of their own: opened, closed, and what goes wrong on it in words.
 
+Rules of this file
+- Whoever is cancelled ends by that, and nobody else does. gRPC waits for calls in tasks of its own: a cancellation that
+  meets the end of a call is lost there, and a call whose requests cannot be made looks like a cancellation.
+"""
+
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -18,12 +24,27 @@ DialPeer = Callable[[WorkerId], Dial]
 
 @asynccontextmanager
 async def dialled(dial: Dial, address: str, lane: Lane) -> AsyncIterator[aio.Channel]:
-    """A channel to `address`, which is closed in the end."""
+    """A channel to `address`, which is closed in the end.
+
+    Raises:
+        RemoteError: gRPC has called a call off, and nobody had asked for that.
+    """
+    caller = asyncio.current_task()
+    assert caller is not None, "gRPC's channels belong to a loop"
+    num_asked = caller.cancelling()
     channel = dial(address, lane)
     try:
         yield channel
+    except asyncio.CancelledError as error:
+        if not caller.cancelling():
+            raise RemoteError(
+                f"{address}: what was to be sent could not be, so the call was given up"
+            ) from error
+        raise
     finally:
         await channel.close(None)
+        if caller.cancelling() > num_asked:
+            raise asyncio.CancelledError
 
 
 @asynccontextmanager

@@ -174,8 +174,5 @@ async def running(wanted: WorkerSetting) -> AsyncIterator[Running]:
             ended.result()
         yield Running(ready.result(), ended)
     finally:
-        # Again until it has ended: gRPC takes a cancellation for that of a call which ends at the same moment.
-        while not ended.done():
-            ended.cancel()
-            await asyncio.wait((ended,), timeout=1.0)
+        ended.cancel()
         await asyncio.gather(ended, return_exceptions=True)

@@ -22,7 +22,7 @@ from skein.errors import RemoteError
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.tensors import Envelope, HopTensor, Refusal
 from skein.types import Generation, WorkerId
-from skein.wire.calling import Dial
+from skein.wire.calling import Dial, dialled
 from skein.wire.channel import Lane
 from skein.wire.codec import PART_REPLY, TENSOR_PART
 from skein.wire.extra import CreditGranted, PartReply, TensorAccepted, TensorRefused
@@ -211,11 +211,13 @@ class LaneOutbox:
 
     async def _converse(self) -> _Break:
         """Send over one stream until it ends."""
-        channel = self._dial(self.to.address, self.lane)
         self._credit = 0
         self._was_granted = False
         try:
-            async with asyncio.timeout(None) as self._silence:
+            async with (
+                asyncio.timeout(None) as self._silence,
+                dialled(self._dial, self.to.address, self.lane) as channel,
+            ):
                 self._rearm()
                 deliver: aio.StreamStreamMultiCallable[bytes, peer_pb2.PartReply] = channel.stream_stream(
                     DELIVER, None, peer_pb2.PartReply.FromString
@@ -233,7 +235,6 @@ class LaneOutbox:
             return _Break(reason=f"{self.to.address}: silent for {silent_s:.1f} s", is_final=False)
         finally:
             self._silence = None
-            await channel.close(None)
 
     def _take_back(self) -> None:
         """Put back what a broken stream leaves unanswered: it waits for the next one."""

@@ -116,9 +116,12 @@ async def _renewed_at(address: str, passport: Passport, dial: Dial) -> identity_
 
 
 async def _fulfilled(draft: Passport, ask: Ask, clock: Callable[[], float]) -> Passport:
+    def dial(address: str, _lane: Lane) -> aio.Channel:
+        return open_enrolment_channel(address, draft.authority)
+
     failure: SkeinError = RemoteError("no address to enrol at")
     for address in split_addresses("join", draft.enrol_addresses):
-        async with open_enrolment_channel(address, draft.authority) as channel:
+        async with dialled(dial, address, Lane.CONTROL) as channel:
             try:
                 reply = await ask(identity_pb2_grpc.EnrolStub(channel))
             except aio.AioRpcError as error:
