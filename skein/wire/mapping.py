@@ -11,6 +11,8 @@ fields, and keeps closures, so that no reflection is left per call:
     A | B of dataclasses                    oneof of the field's name; members are found by message name
     GroupId, Clauses                        string, their `str`
 
+Text that is no Unicode, as the names of some files, travels with its bytes spelt out.
+
 A value that comes from elsewhere and does not fit raises `RemoteError`; so does a number that is outside what
 `skein.protocol.messages.ranges` has for its field.
 """
@@ -149,7 +151,10 @@ def _dataclass(cls: type, descriptor: Descriptor, ranges: RangeOf) -> tuple[Fill
 
     def fill(message: Message, value: object) -> None:
         for name in plain:
-            setattr(message, name, getattr(value, name))
+            try:
+                setattr(message, name, getattr(value, name))
+            except UnicodeEncodeError:
+                setattr(message, name, _sayable(getattr(value, name)))
         for name, fill_field in fills:
             fill_field(message, getattr(value, name))
 
@@ -314,7 +319,7 @@ def _scalar(
     if row is None and field.cpp_type == FieldDescriptor.CPPTYPE_UINT64:
         row = COUNT
     if row is None:
-        return _unchanged, _unchanged
+        return (_sayable if base is str else _unchanged), _unchanged
 
     def bounded(value: object) -> object:
         row.check(where, value)  # type: ignore[arg-type]
@@ -325,6 +330,16 @@ def _scalar(
 
 def _unchanged(value: object) -> object:
     return value
+
+
+def _sayable(text: object) -> object:
+    r"""A text with what no message can hold spelt out: names of files may be bytes of any kind, and errors have them.
+
+    >>> print(_sayable("caf\udce9: no such file"))
+    caf\udce9: no such file
+    """
+    assert isinstance(text, str)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _reader(read: Callable[[str], object], where: str) -> Callable[[object], object]:

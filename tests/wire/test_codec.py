@@ -13,7 +13,7 @@ from skein.errors import LocalError, RemoteError
 from skein.protocol.log.records import EpochOpened
 from skein.protocol.messages.directives import Start
 from skein.protocol.messages.ranges import MAX_INTEGER
-from skein.protocol.messages.reports import Beat, Report
+from skein.protocol.messages.reports import Beat, Leaving, Report
 from skein.types import Epoch, Generation, JobState, Step
 from skein.wire import codec, extra, views
 from skein.wire.mapping import READ_TEXT, Codec
@@ -209,3 +209,8 @@ def test_log_entries_of_the_first_release_are_still_read() -> None:
 def test_equal_values_have_equal_bytes() -> None:
     first, again = (Start(epoch=Epoch(1), generation=Generation(2), step=Step(3)) for _ in range(2))
     assert codec.DIRECTIVE.to_bytes(first) == codec.DIRECTIVE.to_bytes(again)
+
+
+def test_a_text_with_bytes_of_no_letter_is_told_with_them_spelt_out() -> None:
+    left = Leaving(reason="caf\udce9: no such file")
+    assert codec.REPORT.from_bytes(codec.REPORT.to_bytes(left)) == Leaving(reason=r"caf\udce9: no such file")
