@@ -27,7 +27,7 @@ from skein.types import (
     parse_group,
 )
 from skein.wire.channel import bind, open_channel_to, open_server
-from skein.wire.credentials import Credentials
+from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.extra import DType, FetchStateRequest, StateKind
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.service import PeerService
@@ -120,11 +120,13 @@ class Receiver:
 
 
 @asynccontextmanager
-async def serving(service: PeerService, *, token: str | None = None) -> AsyncIterator[Member]:
+async def serving(
+    service: PeerService, *, credentials: Credentials = NO_CREDENTIALS
+) -> AsyncIterator[Member]:
     """Worker "b" with `service`, as a member that can be reached."""
-    server = open_server(credentials=Credentials(token=token))
+    server = open_server(credentials=credentials)
     service.attach(server)
-    port = bind(server, "127.0.0.1", 0)
+    port = bind(server, "127.0.0.1", 0, credentials=credentials)
     await server.start()
     try:
         yield Member(worker=B, incarnation=Incarnation("i"), address=f"127.0.0.1:{port}")
@@ -144,7 +146,10 @@ class Sender:
 
 @asynccontextmanager
 async def sending(
-    *, patience: PeerPatience | None = None, token: str | None = None, limits: Limits | None = None
+    *,
+    patience: PeerPatience | None = None,
+    credentials: Credentials = NO_CREDENTIALS,
+    limits: Limits | None = None,
 ) -> AsyncIterator[Sender]:
     """Worker "a"'s sending half. A test that waits in vain ends by pytest's own timeout."""
     statistics = Statistics()
@@ -154,7 +159,7 @@ async def sending(
         peers = Peers(
             A,
             group=group,
-            dial=partial(open_channel_to, credentials=Credentials(token=token)),
+            dial=partial(open_channel_to, credentials=credentials),
             on_failed=lambda *failure: failed.put_nowait(failure),
             on_taken=lambda *taking: taken.put_nowait(taking),
             statistics=statistics,

@@ -1,5 +1,6 @@
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -13,7 +14,10 @@ from skein.protocol.messages.tensors import HopTensor, Refusal
 from skein.types import Generation, Incarnation
 from skein.wire.channel import Lane
 from skein.wire.codec import PART_REPLY
+from skein.wire.credentials import Credentials, Wallet
 from skein.wire.extra import CreditGranted, DType, PartReply, TensorAccepted
+from skein.wire.identity.authority import Authority
+from skein.wire.identity.names import Caller, CallerRole, worker_caller
 from skein.wire.v1 import peer_pb2
 from tests.support.turns import until
 from tests.worker.transport.loopback import (
@@ -391,13 +395,41 @@ async def test_a_peer_is_not_blamed_for_a_standstill_of_ones_own() -> None:
 async def test_a_wrong_token_is_no_reason_to_try_again() -> None:
     receiver = Receiver()
     async with (
-        serving(receiver.service(), token="right" * 4) as member,
-        sending(token="wrong" * 4) as sender,
+        serving(receiver.service(), credentials=Credentials(token="right" * 4)) as member,
+        sending(credentials=Credentials(token="wrong" * 4)) as sender,
     ):
         sender.peers.send(member, hop_envelope(), ())
         _, _, reason = await sender.failed.get()
     assert "token" in reason
     assert receiver.arrived.empty()
+
+
+async def test_tensors_in_the_name_of_another_than_the_certificate_are_refused_and_those_of_that_one_arrive() -> (
+    None
+):
+    receiver = Receiver()
+    async with (
+        serving(receiver.service(), credentials=known_as(worker_caller(B))) as member,
+        sending(credentials=known_as(worker_caller(A))) as honest,
+        sending(credentials=known_as(worker_caller("liar"))) as liar,
+        sending(credentials=known_as(Caller(name=A, role=CallerRole.ADMIN))) as admin,
+    ):
+        liar.peers.send(member, hop_envelope(1), (tensor_of(10),))
+        assert "the certificate is that of worker liar, not of worker a" in (await liar.failed.get())[2]
+        admin.peers.send(member, hop_envelope(2), (tensor_of(10),))
+        assert "admin a may not call Deliver, which is for: worker" in (await admin.failed.get())[2]
+        honest.peers.send(member, hop_envelope(3), (tensor_of(10),))
+        arrived, _ = await receiver.arrived.get()
+        assert arrived == hop_envelope(3)
+    assert receiver.arrived.empty()
+    assert receiver.statistics.refusals[Refusal.FORGED] == 1
+
+
+def known_as(caller: Caller) -> Credentials:
+    return Credentials(wallet=Wallet(AUTHORITY.make_out(caller, now_s=time.time())))
+
+
+AUTHORITY = Authority.new(now_s=time.time())
 
 
 # --- ending ---
