@@ -71,6 +71,10 @@ class Precision(StrEnum):
         return 2 if self is Precision.BF16 else self.word_bytes
 
 
+DEFAULT_NAMESPACE = "default"
+"""Namespace of whoever names none."""
+
+
 class JobState(StrEnum):
     """State of a job for users. `PAUSED` waits for workers and is no failure, `HELD` for somebody to let it go on."""
 

@@ -11,11 +11,12 @@ from typing import NoReturn
 
 from coordinator.identity.register import Register, Registered
 from skein.errors import SkeinError
+from skein.types import DEFAULT_NAMESPACE
 from skein.wire.credentials import Credentials, Wallet
 from skein.wire.identity.authority import Authority, key_name, requested_key
 from skein.wire.identity.callers import NamedCallers
 from skein.wire.identity.joining import JoinLine
-from skein.wire.identity.names import COORDINATOR, DEFAULT_NAMESPACE, Caller, CallerRole
+from skein.wire.identity.names import COORDINATOR, Caller, CallerRole
 from skein.wire.identity.passport import Passport, load_key
 
 FOLDER = "authority"

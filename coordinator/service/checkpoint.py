@@ -10,12 +10,13 @@ from threading import Lock, Thread
 from coordinator.checkpoints import CheckpointStore, Upload
 from coordinator.driver import Driver
 from coordinator.service.calls import NotFoundError
+from coordinator.service.tenants import job_of
 from skein.errors import RemoteError
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import CheckpointCommitted
 from skein.protocol.messages.directives import CheckpointFile
 from skein.storage.outside import Outside, SilentError
-from skein.types import Condition, JobId, Step
+from skein.types import Condition, Step
 from skein.wire import codec
 from skein.wire.channel import PART_BYTES
 from skein.wire.context import Context
@@ -50,7 +51,7 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
             start = await _next(request_iterator)
             if not isinstance(start, PutStart):
                 raise RemoteError(f"{type(start).__name__} before PutStart")
-            job = self._job(start.job)
+            job = self._job(start.job, context)
             if job.end is not None or start.version > job.version:
                 raise RemoteError(f"{start.job} takes no checkpoint of version {start.version}")
             # What is damaged is written anew.
@@ -111,7 +112,7 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
         self, request: checkpoint_pb2.GetRequest, context: Context
     ) -> AsyncIterator[checkpoint_pb2.GetPart]:
         asked = codec.GET_REQUEST.decode(request)
-        file = _file_of(_checkpoint(self._job(asked.job), asked.version), asked.name)
+        file = _file_of(_checkpoint(self._job(asked.job, context), asked.version), asked.name)
         if file is None or asked.offset > file.num_bytes:
             raise NotFoundError("file", f"{asked.job}/{asked.version}/{asked.name}", "no such file there")
         yield codec.GET_PART.encode(GetStart(num_bytes=file.num_bytes))
@@ -129,7 +130,7 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
         self, request: checkpoint_pb2.ManifestRequest, context: Context
     ) -> checkpoint_pb2.ManifestReply:
         asked = codec.MANIFEST_REQUEST.decode(request)
-        job = self._job(asked.job)
+        job = self._job(asked.job, context)
         found = job.newest_checkpoint if asked.version is None else _checkpoint(job, asked.version)
         if found is None:
             which = "it has none yet" if not job.checkpoints else f"it has {_versions(job)}"
@@ -149,7 +150,7 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
     async def List(
         self, request: checkpoint_pb2.ListCheckpointsRequest, context: Context
     ) -> checkpoint_pb2.ListCheckpointsReply:
-        job = self._job(JobId(request.job))
+        job = self._job(request.job, context)
         found = [_view(job, checkpoint) for checkpoint in job.checkpoints]
         _ = await self._driver.settled()
         return checkpoint_pb2.ListCheckpointsReply(
@@ -159,7 +160,7 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
     async def Verify(
         self, request: checkpoint_pb2.VerifyRequest, context: Context
     ) -> checkpoint_pb2.CheckpointView:
-        job = self._job(JobId(request.job))
+        job = self._job(request.job, context)
         checkpoint = _checkpoint(job, Step(request.version))
         if checkpoint is None:
             raise NotFoundError(
@@ -170,11 +171,8 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
         view = replace(_view(job, checkpoint), condition=found.condition, reason=found.reason)
         return codec.CHECKPOINT_VIEW.encode(view)
 
-    def _job(self, job: JobId) -> JobHistory:
-        found = self._driver.machine.view.history.jobs.get(job)
-        if found is None:
-            raise NotFoundError("job", job, "no such job; see skein jobs")
-        return found
+    def _job(self, name: str, context: Context) -> JobHistory:
+        return job_of(self._driver.machine.view.history, context, name)
 
 
 class _Opened:

@@ -11,6 +11,7 @@ import skein
 from coordinator.driver import Driver
 from coordinator.page.board import Board
 from coordinator.service.calls import BusyError, NotFoundError
+from coordinator.service.tenants import job_of, jobs_of, namespace_of, worker_for
 from coordinator.telling.status import Roster, brief_status, job_status
 from skein.config.job import JobSpec
 from skein.errors import UserError
@@ -30,6 +31,7 @@ from skein.storage.places import Places
 from skein.types import JobId, Step, WorkerId
 from skein.wire import codec
 from skein.wire.context import Context
+from skein.wire.identity.names import caller_of
 from skein.wire.mapping import check_request
 from skein.wire.serving.sessions import LINK_S
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc, log_pb2
@@ -61,38 +63,42 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
     async def Submit(self, request: jobs_pb2.SubmitRequest, context: Context) -> jobs_pb2.SubmitReply:
         _check_key(request.key)
         spec = await asyncio.to_thread(settled_job, parse_spec(request.spec))
-        history = self._machine.view.history
-        if request.key not in history.job_by_key:
+        history, namespace = self._machine.view.history, namespace_of(context)
+        if (namespace, request.key) not in history.job_by_key:
             await asyncio.to_thread(check_admissible, spec)
             await asyncio.to_thread(self._places.admit_job, spec)
             if len(history.pending()) >= MAX_PENDING:
                 raise BusyError(
                     "job", spec.name, f"{MAX_PENDING} jobs wait already; cancel some, or come back"
                 )
-        begins = self._beginning(request, spec)
-        records = await self._driver.ask(SubmitAsked(key=request.key, spec=spec, begins=begins))
-        job = history.job_by_key[request.key]
+            begins = self._beginning(request, context, spec)
+        else:
+            begins = None  # The job of that key has begun with something.
+        asked = SubmitAsked(key=request.key, spec=spec, begins=begins, namespace=namespace)
+        records = await self._driver.ask(asked)
+        job = history.job_by_key[namespace, request.key]
         if (history.jobs[job].asked or history.jobs[job].spec) != spec:
             raise UserError("key", request.key, f"{job} has it, with another specification; give another key")
         is_new = any(isinstance(record, JobSubmitted) for record in records)
         return codec.SUBMIT_REPLY.encode(SubmitReply(job=job, is_new=is_new))
 
     async def List(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsReply:
-        found = [brief_status(self._status(job)) for job in self._machine.view.history.jobs]
+        seen = jobs_of(self._machine.view.history, caller_of(context))
+        found = [brief_status(self._status(job.job)) for job in seen]
         trouble = await self._driver.settled()
         return jobs_pb2.ListJobsReply(
             jobs=[codec.JOB_STATUS.encode(_with(status, trouble)) for status in found]
         )
 
     async def Get(self, request: jobs_pb2.GetJobRequest, context: Context) -> jobs_pb2.JobStatus:
-        status = self._status(self._known(request.job))
+        status = self._status(self._known(request.job, context))
         return codec.JOB_STATUS.encode(_with(status, await self._driver.settled()))
 
     async def Watch(
         self, request: jobs_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[jobs_pb2.JobEvent]:
         check_request(request)
-        job = self._known(request.job)
+        job = self._known(request.job, context)
         events = self._driver.journal.watch(
             job, since=request.since, since_line=request.since_line, is_following=not request.until_now
         )
@@ -100,13 +106,13 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
             yield codec.JOB_EVENT.encode(event)
 
     async def Cancel(self, request: jobs_pb2.CancelRequest, context: Context) -> jobs_pb2.JobStatus:
-        job = self._known(request.job)
+        job = self._known(request.job, context)
         reason = request.reason[:MAX_REASON_CHARACTERS]
         _ = await self._driver.ask(CancelAsked(job=job, reason=reason, discards=request.discards))
         return codec.JOB_STATUS.encode(self._status(job))
 
     async def Pause(self, request: jobs_pb2.PauseRequest, context: Context) -> jobs_pb2.JobStatus:
-        job = self._known(request.job)
+        job = self._known(request.job, context)
         end = self._machine.view.history.jobs[job].end
         if end is not None:
             raise UserError("job", job, f"has {end.state.value}: only a job that has not ended can be paused")
@@ -114,14 +120,15 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         return codec.JOB_STATUS.encode(self._status(job))
 
     async def Resume(self, request: jobs_pb2.ResumeRequest, context: Context) -> jobs_pb2.JobStatus:
-        job = self._known(request.job)
+        job = self._known(request.job, context)
         steps = request.steps if request.HasField("steps") else None
         check_resumable(self._machine.view.history.jobs[job], steps)
         _ = await self._driver.ask(ResumeAsked(job=job, steps=steps))
         return codec.JOB_STATUS.encode(self._status(job))
 
     async def Workers(self, request: jobs_pb2.WorkersRequest, context: Context) -> jobs_pb2.WorkersReply:
-        workers = self._roster.workers(now=self._driver.now())
+        history, caller = self._machine.view.history, caller_of(context)
+        workers = (worker_for(x, history, caller) for x in self._roster.workers(now=self._driver.now()))
         return jobs_pb2.WorkersReply(workers=[codec.WORKER_STATUS.encode(worker) for worker in workers])
 
     async def Drain(self, request: jobs_pb2.DrainRequest, context: Context) -> jobs_pb2.WorkerStatus:
@@ -162,7 +169,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         self, request: jobs_pb2.ListIncidentsRequest, context: Context
     ) -> jobs_pb2.ListIncidentsReply:
         check_request(request)
-        found = self._machine.view.history.jobs[self._known(request.job)].incidents
+        found = self._machine.view.history.jobs[self._known(request.job, context)].incidents
         until = request.since + min(request.limit or MAX_INCIDENTS, MAX_INCIDENTS)
         page = _page(found[request.since : until])
         reply = jobs_pb2.ListIncidentsReply(incidents=page, num_incidents=len(found))
@@ -173,12 +180,13 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         link = PageLink(address=self._board.address, link=self._board.link(), link_s=LINK_S)
         return codec.PAGE_LINK.encode(link)
 
-    def _beginning(self, request: jobs_pb2.SubmitRequest, spec: JobSpec) -> Beginning | None:
-        """The checkpoint that a job is to begin with, if it names a job; a job of that key has one already."""
-        known = self._machine.view.history.job_by_key.get(request.key)
-        if known is not None or not request.HasField("from_job"):
+    def _beginning(
+        self, request: jobs_pb2.SubmitRequest, context: Context, spec: JobSpec
+    ) -> Beginning | None:
+        """The checkpoint that a job is to begin with, if it names a job."""
+        if not request.HasField("from_job"):
             return None
-        other = self._machine.view.history.jobs[self._known(request.from_job)]
+        other = job_of(self._machine.view.history, context, request.from_job)
         version = request.from_version if request.HasField("from_version") else None
         return beginning(other, spec, None if version is None else Step(version))
 
@@ -191,11 +199,8 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
             raise NotFoundError("worker", worker, "no such worker is here; see skein workers")
         return worker
 
-    def _known(self, name: str) -> JobId:
-        job = JobId(name)
-        if job not in self._machine.view.history.jobs:
-            raise NotFoundError("job", name, "no such job; see skein jobs")
-        return job
+    def _known(self, name: str, context: Context) -> JobId:
+        return job_of(self._machine.view.history, context, name).job
 
 
 def parse_spec(text: str) -> JobSpec:

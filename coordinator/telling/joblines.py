@@ -128,9 +128,6 @@ class JobLines:
                 self._halve(path)
         except OSError as error:
             self._failed(error.strerror or str(error))
-        except (ValueError, TypeError) as error:
-            # Texts come from elsewhere too, and not each can be written: a file name with bytes that are no text.
-            self._failed(f"an event of {job}: {error}")
         else:
             self._is_failing = False
 

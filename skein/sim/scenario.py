@@ -16,7 +16,7 @@ from skein.sim.judging.idling import Idling
 from skein.sim.judging.invariants import Violated
 from skein.sim.shapes import SimShape
 from skein.sim.world import World
-from skein.types import JobId, JobState, SiteId, WorkerId
+from skein.types import DEFAULT_NAMESPACE, JobId, JobState, SiteId, WorkerId
 
 SUBMIT_AGAIN_S = 1.0
 LIMIT_S = 900.0
@@ -245,7 +245,7 @@ def judge(shape: SimShape, world: World, *, steps: int = 8) -> Outcome:
         return run_to_end(world, limit_s=LIARS_LIMIT_S)
     outcome = run_to_end(world, limit_s=LIMIT_S, quiet_s=HORIZON_S + QUIET_AFTER_S)
     for part, key in zip(shape.each, world.submitted, strict=True):
-        job = outcome.history.job_by_key[key]
+        job = outcome.history.job_by_key[DEFAULT_NAMESPACE, key]
         state = outcome.history.state_of(job)
         if state is not JobState.FINISHED:
             raise Violated(f"{job} {state}")

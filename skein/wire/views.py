@@ -8,7 +8,18 @@ from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.log.records import Incident
 from skein.protocol.messages.directives import StepRecord
 from skein.topology.fleet import Profile
-from skein.types import Condition, Epoch, Generation, JobId, JobState, SiteId, StageIndex, Step, WorkerId
+from skein.types import (
+    DEFAULT_NAMESPACE,
+    Condition,
+    Epoch,
+    Generation,
+    JobId,
+    JobState,
+    SiteId,
+    StageIndex,
+    Step,
+    WorkerId,
+)
 from skein.wire.extra import LogLine
 
 
@@ -145,6 +156,8 @@ class JobStatus:
     """Samples of an epoch of the data; 0 while no worker has told."""
     waiting_since_wall_s: float | None = None
     """Wall-clock time since which it has waited for workers; None: it does not wait."""
+    namespace: str = DEFAULT_NAMESPACE
+    """Namespace that owns it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,7 +189,7 @@ async def test_a_job_and_a_worker_leave_their_lines_before_anybody_is_answered(t
     lines = told(tmp_path)
     assert lines[1][:3] == ("admin (local)", "Cancel", "job=none")
     assert lines[1][3].startswith("refused: job: 'none'")
-    assert lines[2] == ("admin (local)", "Cancel", f"job={job} name=digits", "done")
+    assert lines[2] == ("admin (local)", "Cancel", f"job={job} name=digits namespace=default", "done")
     assert ("coordinator", "Decide", "worker=w-1", "joined") in lines
     assert verify_chain(tmp_path / FOLDER).faults == ()
 

@@ -43,14 +43,16 @@ class Cluster:
         async with open_channel(self.target, Lane.CONTROL, credentials=shown) as channel:
             yield channel
 
-    async def line(self, role: str = "worker", *, life_s: float = 60.0, uses: int = 1) -> JoinLine:
-        request = identity_pb2.CreateTokenRequest(role=role, life_s=life_s, uses=uses)
+    async def line(
+        self, role: str = "worker", *, life_s: float = 60.0, uses: int = 1, namespace: str = ""
+    ) -> JoinLine:
+        request = identity_pb2.CreateTokenRequest(role=role, life_s=life_s, uses=uses, namespace=namespace)
         async with self.channel(self.admin) as channel:
             reply = await identity_pb2_grpc.IdentitiesStub(channel).CreateToken(request)
         return JoinLine.parse("line", reply.line)
 
-    async def passport(self, name: str, role: str = "worker") -> Passport:
-        return await enrol(await self.line(role), name, clock=time.time)
+    async def passport(self, name: str, role: str = "worker", *, namespace: str = "") -> Passport:
+        return await enrol(await self.line(role, namespace=namespace), name, clock=time.time)
 
     async def revoke(self, name: str, role: str = "worker") -> None:
         request = identity_pb2.RevokeRequest(role=role, name=name)

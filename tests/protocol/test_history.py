@@ -23,7 +23,17 @@ from skein.protocol.log.records import (
     StepCommitted,
 )
 from skein.protocol.messages.directives import GroupResult
-from skein.types import Attempt, Epoch, Generation, Incarnation, JobId, JobState, Step, WorkerId
+from skein.types import (
+    DEFAULT_NAMESPACE,
+    Attempt,
+    Epoch,
+    Generation,
+    Incarnation,
+    JobId,
+    JobState,
+    Step,
+    WorkerId,
+)
 from tests.support.desk import checkpoint
 from tests.support.hands import record
 from tests.support.jobs import small_job
@@ -72,7 +82,7 @@ def job_after(*records: Record) -> JobHistory:
 
 def test_a_submitted_job_is_found_by_its_key_and_pends() -> None:
     history = history_of()
-    assert history.job_by_key == {"k": JOB}
+    assert history.job_by_key == {(DEFAULT_NAMESPACE, "k"): JOB}
     assert [job.job for job in history.pending()] == [JOB]
     assert history.jobs[JOB].spec == SPEC
     assert history.state_of(JOB) is None

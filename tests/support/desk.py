@@ -47,7 +47,17 @@ from skein.protocol.messages.reports import (
     StageDone,
     Vote,
 )
-from skein.types import Epoch, Generation, Incarnation, JobId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import (
+    DEFAULT_NAMESPACE,
+    Epoch,
+    Generation,
+    Incarnation,
+    JobId,
+    StageIndex,
+    StageSpec,
+    Step,
+    WorkerId,
+)
 from tests.support.reports import attempt, hello, spread
 
 D = TypeVar("D")
@@ -106,7 +116,7 @@ class Desk:
 
     def submit(self, spec: JobSpec, *, key: str = "key") -> JobId:
         self.give(SubmitAsked(key=key, spec=spec))
-        return self.machine.history.job_by_key[key]
+        return self.machine.history.job_by_key[DEFAULT_NAMESPACE, key]
 
     def join(self, *workers: str, incarnation: int = 1) -> list[CoordinatorCommand]:
         commands: list[CoordinatorCommand] = []

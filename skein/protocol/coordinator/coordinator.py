@@ -167,11 +167,18 @@ class Coordinator:
         )
 
     def _submit(self, event: io.SubmitAsked, *, now: float) -> None:
-        if event.key in self.history.job_by_key:
+        if (event.namespace, event.key) in self.history.job_by_key:
             return
         job = JobId(f"{event.spec.name}-{len(self.history.jobs) + 1}")
         spec = event.spec.canonical_json()
-        submitted = JobSubmitted(job=job, key=event.key, spec=spec, wall_s=now, begins=event.begins)
+        submitted = JobSubmitted(
+            job=job,
+            key=event.key,
+            spec=spec,
+            wall_s=now,
+            begins=event.begins,
+            namespace=event.namespace,
+        )
         self._outbox.record(submitted)
         self._outbox.log("submitted", job=job)
         self._scheduler.asked()

@@ -12,7 +12,7 @@ from skein.protocol.messages.directives import Beginning, Directive, Member, sta
 from skein.protocol.messages.positions import LogPosition, is_signed, signed
 from skein.protocol.messages.reports import Report
 from skein.topology.fleet import Fleet
-from skein.types import Condition, Generation, Incarnation, JobId, Step, WorkerId
+from skein.types import DEFAULT_NAMESPACE, Condition, Generation, Incarnation, JobId, Step, WorkerId
 
 # --- events ---
 
@@ -51,6 +51,7 @@ class SubmitAsked:
     key: str
     spec: JobSpec
     begins: Beginning | None = None
+    namespace: str = DEFAULT_NAMESPACE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from skein.protocol.log.workclock import WorkClock
 from skein.protocol.messages.directives import Beginning, ChunkVersion, Decision, StepRecord
 from skein.protocol.messages.positions import LogPosition
 from skein.types import (
+    DEFAULT_NAMESPACE,
     ChunkRef,
     Epoch,
     Exchanged,
@@ -41,7 +42,7 @@ class JobHistory:
     key: str
     spec: JobSpec
     submitted_wall_s: float
-    namespace: str = "default"
+    namespace: str = DEFAULT_NAMESPACE
     """Namespace that owns the job; namespaces share workers evenly."""
     last_wall_s: float = 0.0
     """Wall-clock time of the job's newest record."""
@@ -157,7 +158,8 @@ class History:
         self.epoch = Epoch(0)
         self.generation = Generation(0)
         self.jobs: dict[JobId, JobHistory] = {}
-        self.job_by_key: dict[str, JobId] = {}
+        self.job_by_key: dict[tuple[str, str], JobId] = {}
+        """Jobs by namespace and key."""
         self.drained: set[Incarnation] = set()
         """Processes that an operator wants to go."""
         self.num_records = 0
@@ -186,15 +188,17 @@ class History:
                 self.openings.append(Opening(record=record, entry=self.num_records))
                 self.has_decided = False
             case records.JobSubmitted():
+                namespace = record.namespace or DEFAULT_NAMESPACE
                 self.jobs[record.job] = JobHistory(
                     job=record.job,
+                    namespace=namespace,
                     key=record.key,
                     spec=read_spec(record.spec),
                     submitted_wall_s=record.wall_s,
                     last_wall_s=record.wall_s,
                     begins=record.begins,
                 )
-                self.job_by_key[record.key] = record.job
+                self.job_by_key[namespace, record.key] = record.job
             case records.Drained():
                 self.drained.add(record.incarnation)
             case _:

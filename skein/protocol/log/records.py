@@ -38,13 +38,18 @@ class EpochOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSubmitted:
-    """A job exists. Submitting the same `key` again gives the same job. No `begins`: its seed draws the parameters."""
+    """A job exists. Submitting the same `key` again in its namespace gives the same job.
+
+    No `begins`: its seed draws the parameters.
+    """
 
     job: JobId
     key: str
     spec: str
     wall_s: float
     begins: Beginning | None = None
+    namespace: str = ""
+    """Owner; older logs have none, which is the default one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

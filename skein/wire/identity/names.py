@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from skein.errors import UserError
-from skein.types import WORKER_NAME_PATTERN, WorkerId
+from skein.types import DEFAULT_NAMESPACE, WORKER_NAME_PATTERN, WorkerId
 from skein.wire.context import Context
 
-DEFAULT_NAMESPACE = "default"
 _SCHEME = "skein://"
 
 
@@ -21,6 +20,9 @@ class CallerRole(StrEnum):
     SUBMITTER = "submitter"
     VIEWER = "viewer"
     ADMIN = "admin"
+
+
+_OF_ALL = frozenset({CallerRole.COORDINATOR, CallerRole.WORKER, CallerRole.ADMIN})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,14 @@ class Caller:
         """Host name that stands for who this is, whatever the address: what a connection to it asks for."""
         # A digest, for host names do not tell upper from lower case, and know no underscores.
         return f"{hashlib.sha256(f'{self.role}/{self.name}'.encode()).hexdigest()[:40]}.skein"
+
+    def sees(self, namespace: str) -> bool:
+        """Whether jobs of a namespace are there for this caller: its own, or all for who runs or works for the whole.
+
+        >>> [Caller(name="ada", role=role, namespace="lab").sees("mill") for role in ("viewer", "admin")]
+        [False, True]
+        """
+        return self.namespace == namespace or self.role in _OF_ALL
 
     @classmethod
     def parse(cls, uri: str) -> "Caller | None":

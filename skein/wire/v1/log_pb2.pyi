@@ -227,11 +227,14 @@ class JobSubmitted(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
     BEGINS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     key: _builtins.str
     spec: _builtins.str
     """Canonical JSON."""
     wall_s: _builtins.float
+    namespace: _builtins.str
+    """Empty in older logs: the default one."""
     @_builtins.property
     def begins(self) -> _ids_pb2.Beginning: ...
     def __init__(
@@ -242,10 +245,11 @@ class JobSubmitted(_message.Message):
         spec: _builtins.str = ...,
         wall_s: _builtins.float = ...,
         begins: _ids_pb2.Beginning | None = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "begins", b"begins"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "begins", b"begins", "job", b"job", "key", b"key", "spec", b"spec", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "begins", b"begins", "job", b"job", "key", b"key", "namespace", b"namespace", "spec", b"spec", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__begins: _TypeAlias = _typing.Literal["begins"]  # noqa: Y015
     _WhichOneofArgType__begins: _TypeAlias = _typing.Literal["_begins", b"_begins"]  # noqa: Y015

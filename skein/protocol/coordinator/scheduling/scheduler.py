@@ -307,8 +307,14 @@ class Scheduler:
             return f"waiting for workers: it wants {least} at least{where}, and {len(may_use)} are here"
         if (lacking := self._fitting.lacks(job, may_use)) is not None:
             return f"waiting for other workers{where}: {lacking}"
-        others = ", ".join(other for other in self.runs if self._crews.of(other))
+        others = self._whom(job)
         return f"waiting for {others}: it wants {least} of {len(may_use)} workers{where} at least, and they keep theirs"
+
+    def _whom(self, job: JobHistory) -> str:
+        """Jobs that have workers, as far as they are the same namespace's."""
+        others = [other for other in self.runs if self._crews.of(other)]
+        own = [other for other in others if self._out.history.jobs[other].namespace == job.namespace]
+        return ", ".join([*own, *(["other namespaces"] if len(own) < len(others) else [])])
 
     def _call(self, worker: WorkerId, run: Run, job: JobId | None, *, now: float) -> None:
         """Call a worker away from its run, for another job or none."""

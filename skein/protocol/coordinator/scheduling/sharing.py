@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from skein.types import JobId, WorkerId
+from skein.types import DEFAULT_NAMESPACE, JobId, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class JobAsk:
 
     job: JobId
     number: int
-    namespace: str = "default"
+    namespace: str = DEFAULT_NAMESPACE
     priority: int = 0
     used_s: float = 0.0
     is_active: bool
