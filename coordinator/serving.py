@@ -42,6 +42,7 @@ from skein.storage.places import ANYWHERE, Places
 from skein.types import Epoch
 from skein.wire.channel import is_loopback
 from skein.wire.credentials import NO_CREDENTIALS, Credentials
+from skein.wire.identity.names import Caller
 from skein.wire.process.files import raise_open_files
 from skein.wire.serving.pages import Pages, on_thread
 
@@ -161,17 +162,18 @@ class Doors:
         raise_open_files()
         metrics.watch_disk(options.state_dir)
         exposition, pages = Exposition(metrics.render), None
-        board = Board(on_thread(exposition.answer), audience_of(options), wall_clock())
         async with AsyncExitStack() as undo:
+            office, credentials = None, options.credentials
+            is_revoked: Callable[[Caller], bool] = _nobody
+            if options.has_certificates:
+                office = await asyncio.to_thread(IdentityOffice, options.state_dir / AUTHORITY_FOLDER)
+                undo.callback(office.close)
+                credentials, is_revoked = office.credentials, office.register.is_revoked
+            board = Board(on_thread(exposition.answer), audience_of(options), wall_clock(), is_revoked)
             if (port := options.metrics_port) is not None:
                 pages = await Pages.open("metrics_port", options.metrics_host, port, board.answer)
                 exposition.address = board.address = pages.address
                 undo.push_async_callback(pages.close)
-            office, credentials = None, options.credentials
-            if options.has_certificates:
-                office = await asyncio.to_thread(IdentityOffice, options.state_dir / AUTHORITY_FOLDER)
-                undo.callback(office.close)
-                credentials = office.credentials
             audit = AuditLog(options.state_dir / AUDIT_FOLDER)
             undo.push_async_callback(audit.close)
             service = await listen(
@@ -188,17 +190,23 @@ class Doors:
 
     async def close(self) -> None:
         """Answer nobody any more. Idempotent."""
-        await self.service.stop()
         if self.pages is not None:
             await self.pages.close()
+        await self.service.stop()
         await self.audit.close()
+
+
+def _nobody(_caller: Caller) -> bool:
+    return False
 
 
 def audience_of(options: ServingOptions) -> Audience:
     """Audience of the page: on this machine everybody, where a coordinator asks nobody for credentials."""
     advertised = () if options.advertise is None else (options.advertise.rpartition(":")[0],)
     return Audience(
-        is_open=options.credentials == NO_CREDENTIALS and is_loopback(options.metrics_host),
+        is_open=options.credentials == NO_CREDENTIALS
+        and not options.has_certificates
+        and is_loopback(options.metrics_host),
         names=frozenset(name.lower() for name in (*advertised, options.metrics_host)),
     )
 

@@ -26,6 +26,7 @@ from urllib.parse import unquote
 
 from coordinator.page.looks import Looks
 from skein.errors import UserError
+from skein.wire.identity.names import LOCAL, Caller
 from skein.wire.serving.pages import JSON, Answer, Fields, LivePage, Page, PageRequest
 from skein.wire.serving.sessions import SESSION_S, Sessions
 from skein.wire.shown.plain import plain
@@ -72,17 +73,25 @@ class Board:
         metrics: answers for those paths, to anybody.
         audience: who may look.
         now: Unix seconds, never stepping back.
+        is_revoked: whether somebody's sessions are over before their time.
     """
 
-    def __init__(self, metrics: Answer, audience: Audience, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        metrics: Answer,
+        audience: Audience,
+        now: Callable[[], float],
+        is_revoked: Callable[[Caller], bool] = lambda _: False,
+    ) -> None:
         self._metrics = metrics
         self._audience = audience
         self._now = now
+        self._is_revoked = is_revoked
         self.sessions = Sessions()
         self.address = ""
         self._looks: Looks | None = None
-        self._news: bytes | None = None
-        """Overview as the first who listens has found it since they were told."""
+        self._news: dict[str | None, bytes] = {}
+        """Overviews as the first who listens has found them since they were told, by `Caller.scope`."""
         self._making = asyncio.Lock()
         self._has_news = asyncio.Event()
         self._num_listening = 0
@@ -91,7 +100,7 @@ class Board:
         """Show what this coordinator knows from now on."""
         self._looks = looks
 
-    def link(self) -> str:
+    def link(self, reader: Caller) -> str:
         """Link that lets one reader in, once; "" where everybody is.
 
         Raises:
@@ -99,11 +108,11 @@ class Board:
         """
         if not self.address:
             raise UserError("page", "none", "start the coordinator with a --metrics-port, which serves it")
-        return "" if self._audience.is_open else self.sessions.link(now=self._now())
+        return "" if self._audience.is_open else self.sessions.link(reader, now=self._now())
 
     def tell(self) -> None:
         """Have those who listen told how things are; wanted every second or so. Costs nothing while nobody does."""
-        self._news = None
+        self._news.clear()
         told, self._has_news = self._has_news, asyncio.Event()
         told.set()
 
@@ -122,7 +131,7 @@ class Board:
             return _nothing()
         if request.fields.get("sec-fetch-site") in ("cross-site", "same-site") and request.path != "/":
             return _line(HTTPStatus.FORBIDDEN, "Only this page's own script may ask for that.")
-        if not self._may_look(request):
+        if (reader := self._reader(request)) is None:
             return _line(HTTPStatus.UNAUTHORIZED, "To look at this page, run: skein page")
         if request.path == "/":
             return Page(HTTPStatus.OK, HTML, *_page())
@@ -132,19 +141,19 @@ class Board:
             )
         if request.path == "/api/live":
             return LivePage(kind=EVENTS, pieces=self._pieces(request), fields=_PLAIN)
-        return await self._data(self._looks, request.path)
+        return await self._data(self._looks, reader, request.path)
 
-    async def _data(self, looks: Looks, path: str) -> Page:
+    async def _data(self, looks: Looks, reader: Caller, path: str) -> Page:
         match [unquote(part) for part in path.strip("/").split("/")]:
             case ["api", "overview"]:
-                found: object = looks.overview()
-            case ["api", "jobs", job] if looks.knows(job):
+                found: object = looks.overview(reader)
+            case ["api", "jobs", job] if looks.knows(job, reader):
                 found = looks.job(job)
-            case ["api", "jobs", job, "curve"] if looks.knows(job):
+            case ["api", "jobs", job, "curve"] if looks.knows(job, reader):
                 found = await looks.curve(job)
-            case ["api", "jobs", job, "incidents"] if looks.knows(job):
+            case ["api", "jobs", job, "incidents"] if looks.knows(job, reader):
                 found = looks.incidents(job)
-            case ["api", "jobs", job, "step"] if looks.knows(job):
+            case ["api", "jobs", job, "step"] if looks.knows(job, reader):
                 found = await asyncio.to_thread(looks.step(job))
             case _:
                 return _nothing()
@@ -154,30 +163,32 @@ class Board:
         """Server-sent events: how things are now, and again whenever they are told. A slow reader skips some."""
         self._num_listening += 1
         try:
-            news = await self._overview()
             yield f"retry: {_AGAIN_MS}\n\n".encode()
-            while self._may_look(request):
+            news = b"" if (reader := self._reader(request)) is None else await self._overview(reader)
+            while (reader := self._reader(request)) is not None:
                 yield b"data: " + news + b"\n\n" if news else b": \n\n"
-                news = await self._next()
+                news = await self._next(reader)
         finally:
             self._num_listening -= 1
 
-    async def _next(self) -> bytes:
+    async def _next(self, reader: Caller) -> bytes:
         """The next news; b"" where there have been none for long."""
         has_news = self._has_news
         with suppress(TimeoutError):
             async with asyncio.timeout(QUIET_S):
                 await has_news.wait()
-            return await self._overview()
+            return await self._overview(reader)
         return b""
 
-    async def _overview(self) -> bytes:
-        """The overview, made once for all who listen."""
+    async def _overview(self, reader: Caller) -> bytes:
+        """The overview, made once for all who listen and see the same."""
         async with self._making:
-            if self._news is None:
+            news = self._news.get(reader.scope)
+            if news is None:
                 assert self._looks is not None
-                self._news = await asyncio.to_thread(_json, self._looks.overview())
-            return self._news
+                news = await asyncio.to_thread(_json, self._looks.overview(reader))
+                self._news[reader.scope] = news
+            return news
 
     # --- who may look ---
 
@@ -193,10 +204,12 @@ class Board:
         body = b'<!doctype html><meta http-equiv="refresh" content="0;url=/"><a href="/">Skein</a>\n'
         return Page(HTTPStatus.OK, HTML, body, (*_PLAIN, ("Set-Cookie", cookie)))
 
-    def _may_look(self, request: PageRequest) -> bool:
-        return self._audience.is_open or any(
-            self.sessions.goes_on(text, now=self._now()) for text in self._shown(request)
-        )
+    def _reader(self, request: PageRequest) -> Caller | None:
+        """Reader that a request comes from; None for whoever may not look."""
+        if self._audience.is_open:
+            return LOCAL
+        readers = (self.sessions.reader(text, now=self._now()) for text in self._shown(request))
+        return next((x for x in readers if x is not None and not self._is_revoked(x)), None)
 
     def _shown(self, request: PageRequest) -> list[str]:
         with suppress(CookieError):

@@ -11,9 +11,11 @@ from dataclasses import replace
 import skein
 from coordinator.driver import Driver
 from coordinator.page.bars import bars_of
+from coordinator.service.tenants import jobs_of, worker_for
 from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import Roster, brief_status, job_status
 from skein.types import JobId
+from skein.wire.identity.names import Caller
 from skein.wire.shown.points import Course, Point, fewer_points
 from skein.wire.views import JobStatus, Key
 
@@ -38,14 +40,15 @@ class Looks:
         self._metrics = metrics
         self._courses: OrderedDict[JobId, _Followed] = OrderedDict()
 
-    def knows(self, job: str) -> bool:
-        """Whether there is such a job."""
-        return JobId(job) in self._driver.machine.view.history.jobs
+    def knows(self, job: str, reader: Caller) -> bool:
+        """Whether there is such a job for this reader."""
+        found = self._driver.machine.view.history.jobs.get(JobId(job))
+        return found is not None and reader.sees(found.namespace)
 
-    def overview(self) -> Shown:
+    def overview(self, reader: Caller) -> Shown:
         """Jobs, workers, links and bytes of aggregation; of a job all but its file, which may be long."""
         view, now = self._driver.machine.view, self._driver.now()
-        known = view.history.jobs
+        known = [job.job for job in jobs_of(view.history, reader)]
         going = [job for job in known if not view.state_of(job).is_final][:MAX_JOBS]
         others = [job for job in known if job not in set(going)]
         shown = {*going, *others[len(others) - (MAX_JOBS - len(going)) :]}
@@ -55,7 +58,7 @@ class Looks:
             "epoch": view.history.epoch,
             "num_jobs": len(known),
             "jobs": [self._brief(job) for job in known if job in shown],
-            "workers": self._roster.workers(now=now),
+            "workers": [worker_for(x, view.history, reader) for x in self._roster.workers(now=now)],
             "num_links": len(view.links),
             "links": [view.links[pair] for pair in sorted(view.links)[:MAX_LINKS]],
             "aggregation": self._aggregation(),

@@ -177,7 +177,9 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         return reply
 
     async def OpenPage(self, request: jobs_pb2.OpenPageRequest, context: Context) -> jobs_pb2.PageLink:
-        link = PageLink(address=self._board.address, link=self._board.link(), link_s=LINK_S)
+        reader = caller_of(context)
+        assert reader is not None, "nobody without a name comes so far"
+        link = PageLink(address=self._board.address, link=self._board.link(reader), link_s=LINK_S)
         return codec.PAGE_LINK.encode(link)
 
     def _beginning(

@@ -66,7 +66,8 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(state_dir: Path) -> AsyncIterator[Cluster]:
-    running = await Serving.start(ServingOptions(state_dir=state_dir, has_certificates=True), plan_at_once)
+    options = ServingOptions(state_dir=state_dir, has_certificates=True, metrics_port=0)
+    running = await Serving.start(options, plan_at_once)
     try:
         async with asyncio.timeout(4 * WAIT_S):
             yield Cluster(running, state_dir)

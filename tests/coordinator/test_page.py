@@ -14,6 +14,7 @@ from client.aio import AsyncClient
 from coordinator.serving import Serving, ServingOptions
 from skein.protocol.log.records import Record
 from skein.wire.credentials import Credentials
+from skein.wire.identity.names import LOCAL, Caller
 from skein.wire.serving import pages
 from skein.wire.shown.plain import plain
 from tests.coordinator.builders import (
@@ -238,7 +239,7 @@ async def test_a_listener_that_reads_nothing_is_dropped(
     async with coordinator(tmp_path) as running:
         board = running._doors.board
 
-        async def huge() -> bytes:
+        async def huge(_reader: Caller) -> bytes:
             return b"x" * (32 << 20)
 
         monkeypatch.setattr(board, "_next", huge)
@@ -249,7 +250,7 @@ async def test_a_listener_that_reads_nothing_is_dropped(
 async def test_a_session_that_ends_takes_its_listener_along(tmp_path: Path) -> None:
     async with coordinator(tmp_path, token=TOKEN) as running:
         board = running._doors.board
-        link = board.link()
+        link = board.link(LOCAL)
         cookie = (await asked(running, f"/login?link={link}"))[1]["Set-Cookie"].partition(";")[0]
         stream = asyncio.create_task(asked(running, "/api/live", Cookie=cookie))
         await eventually(lambda: board._num_listening == 1)

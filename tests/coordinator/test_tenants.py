@@ -1,5 +1,6 @@
 """Jobs of a namespace, asked for by those of another: as if they were not there."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from skein.wire.v1 import checkpoint_pb2, jobs_pb2, jobs_pb2_grpc
 from skein.wire.views import WorkerState, WorkerStatus
 from tests.coordinator.builders import WAIT_S, hello, job_spec, submitted
 from tests.coordinator.test_identities import Cluster, cluster
+from tests.coordinator.test_page import asked
 
 NAMING = ("job", "from_job")
 """Fields by which a request names a job."""
@@ -132,3 +134,35 @@ def test_workers_are_shared_and_what_another_s_do_is_not_told(
     assert worker_for(status, history, caller) == (
         status if is_told else replace(status, job=None, stages=())
     )
+
+
+async def session(known: Cluster, who: Passport) -> str:
+    """The cookie of somebody who opens the page by a link that was made for them."""
+    async with known.channel(who) as channel:
+        link = (await jobs_pb2_grpc.JobsStub(channel).OpenPage(jobs_pb2.OpenPageRequest())).link
+    return (await asked(known.running, f"/login?link={link}"))[1]["Set-Cookie"].partition(";")[0]
+
+
+async def test_the_page_shows_a_reader_the_jobs_of_its_namespace(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known:
+        ada = await known.passport("ada", "submitter", namespace="lab")
+        eve = await known.passport("eve", "viewer", namespace="mill")
+        job = await submit(known, ada)
+        for who, seen in ((ada, [job]), (eve, []), (known.admin, [job])):
+            cookie = await session(known, who)
+            body = json.loads((await asked(known.running, "/api/overview", Cookie=cookie))[2])
+            assert [x["job"] for x in body["jobs"]] == seen
+            assert body["num_jobs"] == len(seen)
+            for part in ("", "/curve", "/incidents", "/step"):
+                status, _, _ = await asked(known.running, f"/api/jobs/{job}{part}", Cookie=cookie)
+                assert status == (200 if seen else 404)
+        assert (await asked(known.running, "/api/overview"))[0] == 401
+
+
+async def test_a_session_ends_with_the_identity_that_it_was_made_for(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known:
+        eve = await known.passport("eve", "viewer")
+        cookie = await session(known, eve)
+        assert (await asked(known.running, "/", Cookie=cookie))[0] == 200
+        await known.revoke("eve", "viewer")
+        assert (await asked(known.running, "/", Cookie=cookie))[0] == 401

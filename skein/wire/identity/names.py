@@ -48,13 +48,19 @@ class Caller:
         # A digest, for host names do not tell upper from lower case, and know no underscores.
         return f"{hashlib.sha256(f'{self.role}/{self.name}'.encode()).hexdigest()[:40]}.skein"
 
-    def sees(self, namespace: str) -> bool:
-        """Whether jobs of a namespace are there for this caller: its own, or all for who runs or works for the whole.
+    @property
+    def scope(self) -> str | None:
+        """Namespace whose jobs are there for this caller; None: those of all, for who runs or works for the whole."""
+        return None if self.role in _OF_ALL else self.namespace
 
-        >>> [Caller(name="ada", role=role, namespace="lab").sees("mill") for role in ("viewer", "admin")]
+    def sees(self, namespace: str) -> bool:
+        """Whether jobs of a namespace are there for this caller.
+
+        >>> roles = CallerRole.VIEWER, CallerRole.ADMIN
+        >>> [Caller(name="ada", role=role, namespace="lab").sees("mill") for role in roles]
         [False, True]
         """
-        return self.namespace == namespace or self.role in _OF_ALL
+        return self.scope in (None, namespace)
 
     @classmethod
     def parse(cls, uri: str) -> "Caller | None":

@@ -2,13 +2,15 @@
 
 Rules of this file
 - A link is good once, and not for long; what it becomes is a session, which nobody else has seen. Both are random, and
-  only their hashes are kept.
+  only their hashes are kept, with who they were made for.
 - There are few of both: the oldest goes for a new one. All are forgotten when the process ends.
 """
 
 import hashlib
 import secrets
 from collections import OrderedDict
+
+from skein.wire.identity.names import Caller
 
 LINK_S = 300.0
 """To open a link in."""
@@ -24,17 +26,18 @@ class Sessions:
         self._links = _Secrets(MAX_LINKS, LINK_S)
         self._sessions = _Secrets(MAX_SESSIONS, SESSION_S)
 
-    def link(self, *, now: float) -> str:
-        """Text of a new link, good for `LINK_S`."""
-        return self._links.new(now)
+    def link(self, reader: Caller, *, now: float) -> str:
+        """Text of a new link for somebody, good for `LINK_S`."""
+        return self._links.new(reader, now)
 
     def redeem(self, link: str, *, now: float) -> str | None:
         """A session for whoever has this link; None if it was used, or is over. It is used by that."""
-        return self._sessions.new(now) if self._links.take(link, now) else None
+        reader = self._links.take(link, now)
+        return None if reader is None else self._sessions.new(reader, now)
 
-    def goes_on(self, session: str, *, now: float) -> bool:
-        """Whether that is a session of ours which is not over."""
-        return self._sessions.has(session, now)
+    def reader(self, session: str, *, now: float) -> Caller | None:
+        """Owner of a session; None where it is none of ours, or over."""
+        return self._sessions.of(session, now)
 
 
 class _Secrets:
@@ -43,22 +46,24 @@ class _Secrets:
     def __init__(self, most: int, seconds: float) -> None:
         self._most = most
         self._seconds = seconds
-        self._until_s: OrderedDict[bytes, float] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[Caller, float]] = OrderedDict()
+        """Owner and end of each."""
 
-    def new(self, now: float) -> str:
+    def new(self, reader: Caller, now: float) -> str:
         text = secrets.token_urlsafe(_NUM_BYTES)
-        while len(self._until_s) >= self._most:
-            self._until_s.popitem(last=False)
-        self._until_s[_hash(text)] = now + self._seconds
+        while len(self._known) >= self._most:
+            self._known.popitem(last=False)
+        self._known[_hash(text)] = reader, now + self._seconds
         return text
 
-    def has(self, text: str, now: float) -> bool:
-        return now < self._until_s.get(_hash(text), -float("inf"))
+    def of(self, text: str, now: float) -> Caller | None:
+        reader, until_s = self._known.get(_hash(text), (None, now))
+        return reader if now < until_s else None
 
-    def take(self, text: str, now: float) -> bool:
-        is_good = self.has(text, now)
-        self._until_s.pop(_hash(text), None)
-        return is_good
+    def take(self, text: str, now: float) -> Caller | None:
+        reader = self.of(text, now)
+        self._known.pop(_hash(text), None)
+        return reader
 
 
 def _hash(text: str) -> bytes:
