@@ -277,7 +277,7 @@ async def measure() -> list[Row]:
             for one in wires:
                 one.one_way.append(await one.exchange.elapsed_s(small, 1) / 2 * 1e3)
         plain, secure = wires
-        there, _ = await plain.station.peers.measure_link(plain.to)
+        there, _ = (await plain.station.peers.measure_link(plain.to)).links
     bare_ms = there.latency_s * 1e3
     shares = [one / other for one, other in zip(secure.ours, plain.ours, strict=True)]
     return [

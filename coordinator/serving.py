@@ -348,7 +348,12 @@ class Serving:
             now = driver.now()
             workers = self._roster.workers(now=now)
             self.metrics.sample(
-                driver.machine.view, workers, num_streams=driver.num_streams, lag_s=max(0.0, lag_s), now=now
+                driver.machine.view,
+                workers,
+                relay=self._doors.service.relay,
+                num_streams=driver.num_streams,
+                lag_s=max(0.0, lag_s),
+                now=now,
             )
             self._doors.exposition.show({worker.worker: worker for worker in workers})
             self._doors.board.tell()

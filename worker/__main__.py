@@ -44,6 +44,12 @@ def _memory(text: str | None) -> int | None:
 @click.option("--port", type=_PORT, default=0, show_default="a free one", help="Port there.")
 @click.option("--advertise", metavar="HOST[:PORT]", help="Address that peers shall use instead, behind NAT.")
 @click.option(
+    "--relay",
+    "offers_relay",
+    is_flag=True,
+    help="Carry what workers send each other that cannot dial each other.",
+)
+@click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where torch computes."
 )
 @click.option("--memory", metavar="SIZE", show_default="most of what is free", help="What a job may use.")
@@ -79,6 +85,7 @@ def up(
     listen: str,
     port: int,
     advertise: str | None,
+    offers_relay: bool,
     device: Literal["auto", "cpu", "cuda"],
     memory: str | None,
     token_file: Path | None,
@@ -98,6 +105,7 @@ def up(
         listen=listen,
         port=port,
         advertise=advertise,
+        offers_relay=offers_relay,
         device=device,
         memory_bytes=_memory(memory),
         token_file=token_file,

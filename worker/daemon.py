@@ -62,6 +62,7 @@ class WorkerOptions:
         listen: the address that peers' tensors arrive at; beyond loopback it takes a token file, or `insecure`.
         port: 0 takes a free one.
         advertise: host, or host:port, that peers shall use instead; behind NAT, for instance.
+        offers_relay: carry what workers send each other that cannot dial each other.
         memory_bytes: that a job may use; by default most of what is free.
         data_roots: folders outside of which no data, tokenizer or weights are read; by default one of our own.
         checkpoint_roots: folders, or URLs of buckets, outside of which no `checkpoint.url` leads; likewise.
@@ -74,6 +75,7 @@ class WorkerOptions:
     listen: str = "127.0.0.1"
     port: int = 0
     advertise: str | None = None
+    offers_relay: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_bytes: int | None = None
     token_file: Path | None = None
@@ -243,6 +245,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail, wallet: Wallet | None) 
         places=Places.of(options.data_roots, options.checkpoint_roots),
         cache=usual_cache(),
         host=socket.gethostname(),
+        offers_relay=options.offers_relay,
     )
 
 

@@ -14,16 +14,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import assert_never
 
-from skein.errors import RemoteError
 from skein.protocol.deadline import TimePassed
 from skein.protocol.messages.directives import Member
-from skein.protocol.messages.reports import Beat, LinksMeasured, PeersSeen, Report, Trouble
+from skein.protocol.messages.reports import Beat, PeersSeen, Report, Trouble
+from skein.protocol.messages.ways import Ways
 from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.keeping.desk import is_logged, key_of
 from skein.protocol.worker.ops import ApplyOp, OpFailed, TensorKey
 from skein.protocol.worker.worker import Worker
 from skein.storage.outside import Outside
-from skein.topology.fleet import Link, Profile
+from skein.topology.fleet import Profile
 from skein.types import Generation
 from skein.wire.extra import LogLine, LogLines
 from worker.chunks.build import Builder, Files
@@ -38,6 +38,7 @@ from worker.telling.moments import named_moment, op_named, tell_report, unwatche
 from worker.transport.coordinator import ControlStream
 from worker.transport.links import Sight
 from worker.transport.peers import Peers
+from worker.transport.reach.explorer import Explorer
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class WorkerDriver:
     """Drives one Worker machine from its inbox. Children live in `group`, which is left after `run` has returned.
 
     Args:
+        take_ways: told of the ways around what cannot be dialled.
         measure: blocks while it measures the device; called on torch's thread.
         on_generation: told of each new generation, so that what belongs to older ones is forgotten.
         outside: asks file systems, which may never answer.
@@ -61,6 +63,8 @@ class WorkerDriver:
         group: asyncio.TaskGroup,
         control: ControlStream,
         peers: Peers,
+        explorer: Explorer,
+        take_ways: Callable[[Ways], None],
         executor: Executor,
         builder: Builder,
         copies: ChunkCopies,
@@ -79,6 +83,8 @@ class WorkerDriver:
         self._group = group
         self._control = control
         self._peers = peers
+        self._explorer = explorer
+        self._take_ways = take_ways
         self._executor = executor
         self._builder = builder
         self._copies = copies
@@ -161,6 +167,8 @@ class WorkerDriver:
             case io.MeasureDevice():
                 if not self._is_measuring:
                     self._begin(self._measure_device())
+            case io.TakeWays():
+                self._take_ways(command.ways)
             case io.LookAtPeers():
                 self._begin(self._look_at(command.peers))
             case io.ForgetJob():
@@ -298,15 +306,10 @@ class WorkerDriver:
             self._is_measuring = False
 
     async def _measure(self, peers: tuple[Member, ...]) -> None:
-        """Measure links to one peer after the other: two probes at once would measure each other."""
-        links: list[Link] = []
-        for peer in peers:
-            try:
-                links += await self._peers.measure_link(peer)
-            except RemoteError as error:
-                self._metrics.rpc_failed("probe")
-                _log.warning("peer=%s could not be probed: %s", peer.worker, error)
-        self._inbox.post(LinksMeasured(links=tuple(links)))
+        found = await self._explorer.explore(peers)
+        for _ in found.unreached:
+            self._metrics.rpc_failed("probe")
+        self._inbox.post(found)
 
     async def _look_at(self, peers: tuple[Member, ...]) -> None:
         """All at once: it is asked when work stands still."""

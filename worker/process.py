@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from skein.protocol.messages.directives import Member
 from skein.protocol.worker.keeping.desk import Desk
 from skein.protocol.worker.worker import Worker
 from skein.protocol.worker.worker_io import Exit, Identity
@@ -22,11 +23,12 @@ from skein.units import format_bytes
 from skein.wire.calling import Dial
 from skein.wire.channel import bind, open_channel, open_channel_to, open_server
 from skein.wire.credentials import Credentials
-from skein.wire.extra import FetchStateRequest, LogLine
+from skein.wire.extra import DialBack, FetchStateRequest, LogLine
 from skein.wire.identity.enrolling import keep_renewed
 from skein.wire.identity.revocations import Revocations
 from skein.wire.leader import split_addresses
 from skein.wire.process.files import raise_open_files
+from skein.wire.relay.switchboard import Switchboard
 from skein.wire.serving.doorway import GREETED_BYTES, Doorway
 from worker.boundary import BoundaryLog
 from worker.bundle import WireTensor
@@ -43,7 +45,10 @@ from worker.service import PeerService
 from worker.telling.metrics import WorkerMetrics
 from worker.telling.moments import unwatched
 from worker.transport.coordinator import CheckpointFiles, ControlStream, Whereabouts
-from worker.transport.peers import Peers
+from worker.transport.links import Probed, Sight, look_at
+from worker.transport.peers import LOOK_S, Peers
+from worker.transport.reach.explorer import Explorer
+from worker.transport.reach.ways import WorkerWays
 from worker.transport.statistics import Statistics
 
 _log = logging.getLogger(__name__)
@@ -61,7 +66,8 @@ class WorkerSetting:
     something lies between; `compute` makes what carries out the ops, `boundary_log` what keeps boundary tensors.
     `host` is the machine's name, `secret` what a later process of the same name shows to take its place at once.
     `watch` is told of moments as `WorkerDriver` says, and "before Give ..." to a peer that asks for state.
-    `places` are what jobs may name; `cache` is the folder of tokens, None: they are not kept.
+    `places` are what jobs may name; `cache` is the folder of tokens, None: they are not kept. `offers_relay`: carry
+    what others send each other.
     """
 
     worker: WorkerId
@@ -86,6 +92,7 @@ class WorkerSetting:
     watch: Callable[[str], None] = unwatched
     places: Places = ANYWHERE
     cache: Path | None = None
+    offers_relay: bool = False
 
 
 async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) -> Exit:
@@ -127,9 +134,16 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
             state_of=partial(_give, copies, setting.watch),
             statistics=statistics,
             may_fetch=inbox.may_fetch,
-            may_probe=machine.gate.may_probe,
+            probed=Probed(
+                incarnation=setting.incarnation,
+                may_probe=machine.gate.may_probe,
+                dial_back=partial(_is_dialled, setting),
+            ),
         )
         service.attach(server)
+        board = Switchboard(is_offered=setting.offers_relay)
+        board.attach(server)
+        metrics.watch_relay(board)
         await server.start()
         stack.push_async_callback(_settle, asyncio.all_tasks())
         stack.push_async_callback(server.stop, None)
@@ -139,6 +153,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
         on_ready(inbox)
         parts = _Parts(
             setting=setting,
+            port=port,
             machine=machine,
             inbox=inbox,
             executor=executor,
@@ -154,6 +169,7 @@ class _Parts:
     """Parts of a worker that exist before the driver does."""
 
     setting: WorkerSetting
+    port: int
     machine: Worker
     inbox: WorkerInbox
     executor: Executor
@@ -168,11 +184,21 @@ class _Parts:
         where = Whereabouts(split_addresses("join", setting.join), dial=dial)
         files = CheckpointFiles(where, dial=dial)
         control = ControlStream(where, dial=dial, listener=self.inbox)
+        ways = WorkerWays(
+            setting.worker,
+            setting.incarnation,
+            listen=setting.listen,
+            port=self.port,
+            credentials=setting.credentials,
+            coordinator_at=lambda: where.at,
+            way_to=setting.way_to,
+        )
         async with asyncio.TaskGroup() as group:
             peers = Peers(
                 setting.worker,
                 group=group,
-                dial=partial(open_channel_to, credentials=setting.credentials, way_to=setting.way_to),
+                dial=ways.dial,
+                dial_directly=ways.dial_directly,
                 on_failed=self.inbox.on_send_failed,
                 on_taken=self.inbox.on_taken,
                 statistics=statistics,
@@ -204,6 +230,8 @@ class _Parts:
                 group=group,
                 control=control,
                 peers=peers,
+                explorer=Explorer(self.machine.identity, peers, ways),
+                take_ways=ways.take,
                 executor=self.executor,
                 builder=builder,
                 copies=self.copies,
@@ -224,6 +252,7 @@ class _Parts:
             for kept in keeping:
                 kept.cancel()
             await peers.close()
+            ways.close()
         return end
 
     def _forget(self, peers: Peers, generation: Generation) -> None:
@@ -236,6 +265,13 @@ async def _give(
 ) -> Mapping[str, WireTensor] | None:
     watch(f"before Give {request.kind}")
     return await copies.give(request)
+
+
+async def _is_dialled(setting: WorkerSetting, back_to: DialBack) -> bool:
+    """Whether a process that this one was asked to dial answers at its address."""
+    member = Member(worker=back_to.worker, incarnation=back_to.incarnation, address=back_to.address)
+    dial = open_channel_to(back_to.worker, credentials=setting.credentials, way_to=setting.way_to)
+    return await look_at(member, dial=dial, patience_s=LOOK_S) is Sight.REACHED
 
 
 async def _settle(before: set[asyncio.Task[object]]) -> None:
@@ -261,6 +297,7 @@ async def _identity(setting: WorkerSetting, executor: Executor, port: int) -> Id
         profile=profile,
         host=setting.host,
         secret=setting.secret,
+        offers_relay=setting.offers_relay,
     )
     _log.info(
         "worker=%s site=%s address=%s joins %s: %s",

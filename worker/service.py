@@ -8,7 +8,7 @@ import grpc
 from grpc import aio
 
 from skein.errors import RemoteError
-from skein.types import Generation
+from skein.types import Generation, Incarnation
 from skein.wire.codec import FETCH_STATE, PART_REPLY, STATE_PART
 from skein.wire.context import Context
 from skein.wire.extra import FetchStateRequest
@@ -19,7 +19,7 @@ from skein.wire.v1 import peer_pb2
 from worker.bundle import Limits, WireTensor
 from worker.transport.fetching.state import state_parts
 from worker.transport.framing import SERVICE, read_part
-from worker.transport.links import answer_probe
+from worker.transport.links import Probed, answer_probe, never_dialled
 from worker.transport.receiving.intake import Accepts, Inbox, Intake, OnTensor
 from worker.transport.receiving.slots import CrowdedError, IdleError, Slots, peer_of
 from worker.transport.receiving.window import Window
@@ -57,7 +57,7 @@ class PeerService:
 
     Args:
         may_fetch: whether whoever shows this was told to fetch state here.
-        may_probe: whether whoever shows this was told to measure the link to here.
+        probed: who answers those that measure the link to here, and how.
     """
 
     def __init__(
@@ -69,10 +69,11 @@ class PeerService:
         statistics: Statistics,
         limits: Limits | None = None,
         may_fetch: Callable[[str], bool] = anybody,
-        may_probe: Callable[[str], bool] = anybody,
+        probed: Probed | None = None,
     ) -> None:
         self._may_fetch = may_fetch
-        self._may_probe = may_probe
+        nobody = Incarnation("")
+        self._probed = probed or Probed(incarnation=nobody, may_probe=anybody, dial_back=never_dialled)
         self._limits = limits or Limits()
         self._statistics = statistics
         self._intake = Intake(
@@ -181,7 +182,7 @@ class PeerService:
         """Answers measurements; see the proto."""
         try:
             with self._probes.take(peer_of(context.peer())) as slot:
-                async for reply in answer_probe(slot.each(aiter(request_iterator)), self._may_probe):
+                async for reply in answer_probe(slot.each(aiter(request_iterator)), self._probed):
                     yield reply
         except _REFUSED as error:
             await self._refuse(context, error)

@@ -32,7 +32,7 @@ def links(*, is_json: bool) -> None:
     """List what workers measured between each other; a direction is a line."""
     with connect_client() as client:
         found = client.links()
-    columns = ("FROM", "TO", "LATENCY", "BANDWIDTH")
+    columns = ("FROM", "TO", "LATENCY", "BANDWIDTH", "VIA")
     print_listed(found, columns, _link_row, nothing="no links measured yet", is_json=is_json)
 
 
@@ -42,7 +42,16 @@ def _link_row(link: Link) -> tuple[str, ...]:
         link.receiver,
         f"{link.latency_s * 1e3:.2f} ms",
         f"{format_bytes(link.bytes_per_s)}/s",
+        _via(link),
     )
+
+
+def _via(link: Link) -> str:
+    """Way of a link, in words."""
+    if link.via is None:
+        return "-"
+    # Whoever can be dialled, only not by that peer, is its own relay.
+    return "called back" if link.via == link.sender else link.via or "the coordinator"
 
 
 @remote_command

@@ -161,8 +161,8 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         return codec.VERSION_REPLY.encode(reply)
 
     async def Links(self, request: jobs_pb2.LinksRequest, context: Context) -> jobs_pb2.LinksReply:
-        known = self._machine.view.links
-        links = [known[pair] for pair in sorted(known)]
+        view = self._machine.view
+        links = [replace(view.links[pair], via=view.relays.get(pair)) for pair in sorted(view.links)]
         return jobs_pb2.LinksReply(links=[codec.LINK.encode(link) for link in links])
 
     async def ListIncidents(

@@ -25,6 +25,7 @@ from skein.wire.channel import bind, join_address, open_server, split_address
 from skein.wire.context import Context
 from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.leader import LEADER_KEY
+from skein.wire.relay.switchboard import Switchboard
 from skein.wire.serving.doorway import CALLED_BYTES, Doorway
 from skein.wire.serving.health import NOT_SERVING, SERVING, Health
 from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2_grpc, identity_pb2_grpc, jobs_pb2_grpc
@@ -33,7 +34,7 @@ _IDLE_MS = 60_000
 STOP_S = 2.0
 
 
-SERVICES = ("Control", "Jobs", "Checkpoint")
+SERVICES = ("Control", "Jobs", "Checkpoint", "Relay")
 
 
 class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]
@@ -85,6 +86,7 @@ class Service:
     server: aio.Server
     address: str
     gate: Gate
+    relay: Switchboard
     office: IdentityOffice | None
     _strangers: aio.Server | None
     """The server of the port for those who have no certificate."""
@@ -104,6 +106,7 @@ class Service:
             host, _ = split_address("advertise", lead.address)
             self.office.lead(lead.address, join_address(host, self._enrol_port))
             identity_pb2_grpc.add_IdentitiesServicer_to_server(Identities(self.office), server)
+        self.relay.attach(server)
         self.gate.open()
         for name in SERVICES:
             self._health.set(f"skein.wire.v1.{name}", SERVING)
@@ -163,6 +166,7 @@ async def listen(
         server=server,
         address=join_address(host, bound),
         gate=gate,
+        relay=Switchboard(is_offered=True),
         office=office,
         _strangers=strangers,
         _enrol_port=enrol_bound,

@@ -63,6 +63,8 @@ RE_EXPORTED = (
     ReExport("skein_worker_rpc_errors", CounterMetricFamily, "Calls that failed", _BY_REASON),
     ReExport("skein_worker_checkpoint_seconds", SummaryMetricFamily, "Time that writing a stage took"),
     ReExport("skein_worker_checkpoint_bytes", CounterMetricFamily, "Checkpoint bytes written"),
+    ReExport("skein_worker_relay_bytes", CounterMetricFamily, "Bytes carried for other workers"),
+    ReExport("skein_worker_relay_connections", GaugeMetricFamily, "Connections carried for other workers"),
     ReExport(
         "skein_worker_consensus_distance",
         GaugeMetricFamily,

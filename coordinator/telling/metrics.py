@@ -9,6 +9,7 @@ Rules of this file
 
 import math
 import shutil
+from collections import Counter as Counts
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ from skein.protocol.log.records import (
 from skein.protocol.messages.directives import Decision
 from skein.protocol.messages.reports import Beat, EvaluationDone, Report
 from skein.types import JobId, JobState, WorkerId
+from skein.wire.relay.switchboard import Switchboard
 from skein.wire.views import WorkerState, WorkerStatus
 
 MAX_JOBS = 32
@@ -207,6 +209,14 @@ class CoordinatorMetrics:
         self._leads = new_gauge(
             "skein_coordinator_is_leader", "1 where this coordinator leads, 0 while it stands by"
         )
+        self._relayed = new_gauge(
+            "skein_relayed_links", "Directed links of workers that take a relay, by what carries", ["relay"]
+        )
+        self._relay_bytes = new_counter("skein_relay_bytes_total", "Bytes that this host carried for workers")
+        self._relay_connections = new_gauge(
+            "skein_relay_connections", "Connections of workers that this host carries now"
+        )
+        self._num_relayed = 0
         self._streams = new_gauge("skein_control_streams", "Control streams that are open")
         self._lag = new_gauge("skein_event_loop_lag_seconds", "How late a timer fired")
         self._append_seconds = new_histogram(
@@ -368,6 +378,7 @@ class CoordinatorMetrics:
         view: CoordinatorView,
         workers: Sequence[WorkerStatus],
         *,
+        relay: Switchboard,
         num_streams: int,
         lag_s: float,
         now: float,
@@ -377,6 +388,7 @@ class CoordinatorMetrics:
         self._epoch.set(history.epoch)
         self._generation.set(history.generation)
         self._streams.set(num_streams)
+        self._sample_relays(view, relay)
         self._lag.set(lag_s)
         _set_by_state(self._jobs_by_state, JobState, [view.state_of(job) for job in history.jobs])
         self._sample_queue(view, now=now)
@@ -404,6 +416,15 @@ class CoordinatorMetrics:
         self._waiting.clear()
         for job in sorted(since, key=lambda job: since[job])[:MAX_LABELS]:
             self._waiting.labels(job).set(max(0.0, now - since[job]))
+
+    def _sample_relays(self, view: CoordinatorView, relay: Switchboard) -> None:
+        """Relays that carry, and what this host carried."""
+        self._relayed.clear()
+        for carrier, num in Counts(view.relays.values()).items():
+            self._relayed.labels(carrier or "coordinator").set(num)
+        self._relay_connections.set(relay.num_connections)
+        self._relay_bytes.inc(relay.num_bytes - self._num_relayed)
+        self._num_relayed = relay.num_bytes
 
     def _sample_scores(self, live: Collection[WorkerId]) -> None:
         """The newest scores of walkers whose heads' workers are here."""

@@ -35,12 +35,16 @@ class FleetWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A directed pair of workers: one-way latency in seconds and bandwidth in bytes per second."""
+    """A directed pair of workers: one-way latency in seconds and bandwidth in bytes per second.
+
+    `via` is the worker that relays, "" for the coordinator; None: one of the two dials the other.
+    """
 
     sender: WorkerId
     receiver: WorkerId
     latency_s: float
     bytes_per_s: float
+    via: WorkerId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,16 @@ from skein.protocol.messages.reports import Report
 from skein.topology.fleet import Link
 from skein.wire import extra, views
 from skein.wire.mapping import Codec
-from skein.wire.v1 import checkpoint_pb2, control_pb2, identity_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2
+from skein.wire.v1 import (
+    checkpoint_pb2,
+    control_pb2,
+    identity_pb2,
+    ids_pb2,
+    jobs_pb2,
+    log_pb2,
+    peer_pb2,
+    relay_pb2,
+)
 
 Upward = Report | extra.LogLines
 """Messages that a control stream carries up."""
@@ -43,4 +52,8 @@ JOB_STATUS = Codec(views.JobStatus, jobs_pb2.JobStatus)
 WORKER_STATUS = Codec(views.WorkerStatus, jobs_pb2.WorkerStatus)
 JOB_EVENT = Codec(views.JobEvent, jobs_pb2.JobEvent)
 LINK = Codec(Link, ids_pb2.Link)
+
+LISTEN_REQUEST = Codec(extra.ListenRequest, relay_pb2.ListenRequest)
+INCOMING = Codec(extra.Incoming, relay_pb2.Incoming)
+CARRY_PART: Codec[extra.CarryPart, relay_pb2.CarryPart] = Codec(extra.CarryPart, relay_pb2.CarryPart)
 INCIDENT = Codec(Incident, log_pb2.Incident)

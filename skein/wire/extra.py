@@ -1,4 +1,4 @@
-"""Values that only drivers exchange: log lines, tensors in parts, state, checkpoint files and probes.
+"""Values that only drivers exchange: log lines, tensors in parts, state, checkpoint files, probes, relayed bytes.
 
 The machines know none of these. Field names are those of protos/skein/wire/v1.
 """
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from skein.protocol.log.records import StageFiles
 from skein.protocol.messages.tensors import Envelope, Refusal
-from skein.types import JobId, StageIndex, Step
+from skein.types import Incarnation, JobId, StageIndex, Step, WorkerId
 
 # --- control ---
 
@@ -265,6 +265,15 @@ class ManifestReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DialBack:
+    """A process, and where it believes that peers reach it."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbePart:
     """Answered at once by a reply that carries `reply_bytes` bytes."""
 
@@ -273,6 +282,8 @@ class ProbePart:
     reply_bytes: int
     door: str = field(default="", repr=False)
     """The receiver's, in the first part."""
+    dial_back: DialBack | None = None
+    """Process that the receiver is to dial before it answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,3 +294,50 @@ class ProbeReply:
     num_bytes: int
     elapsed_s: float
     data: bytes
+    incarnation: Incarnation
+    """The receiver's: another process may have the address."""
+    is_dialled: bool = False
+    """Whether the receiver reached the process that it was to dial."""
+
+
+# --- relays ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenRequest:
+    """Tells a relay who is to be called by the stream that this opens."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """A caller waits for the connection to be answered."""
+
+    connection: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallPeer:
+    """First part of a caller: whom it wants."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerCall:
+    """First part of whoever is called: which connection it answers."""
+
+    connection: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarriedBytes:
+    """The next bytes of a connection."""
+
+    data: bytes
+
+
+CarryPart = CallPeer | AnswerCall | CarriedBytes

@@ -23,6 +23,7 @@ from skein.protocol.messages.directives import Count
 from skein.protocol.messages.reports import Beat, EvaluationDone
 from skein.protocol.messages.tensors import Phase
 from skein.types import Generation, JobId, MicrobatchId, Step, WorkerId
+from skein.wire.relay.switchboard import Switchboard
 from skein.wire.serving.pages import Page, PageRequest
 from skein.wire.views import WorkerState
 from tests.coordinator.builders import checkpointed, committed, hello, opened, submitted
@@ -60,7 +61,14 @@ def with_workers(*names: str) -> Coordinator:
 
 def sampled(metrics: CoordinatorMetrics, machine: Coordinator, *, now: float = 101.0) -> None:
     workers = Roster(machine).workers(now=now)
-    metrics.sample(machine.view, workers, num_streams=len(workers), lag_s=0.0, now=now)
+    metrics.sample(
+        machine.view,
+        workers,
+        relay=Switchboard(is_offered=True),
+        num_streams=len(workers),
+        lag_s=0.0,
+        now=now,
+    )
 
 
 def beat(metrics: CoordinatorMetrics, worker: str, counts: Sequence[Count]) -> None:

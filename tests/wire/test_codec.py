@@ -17,7 +17,7 @@ from skein.protocol.messages.reports import Beat, Leaving, Report
 from skein.types import Epoch, Generation, JobState, Step
 from skein.wire import codec, extra, views
 from skein.wire.mapping import READ_TEXT, Codec
-from skein.wire.v1 import checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2
+from skein.wire.v1 import checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2, relay_pb2
 from tests.support.extent import examples
 from tests.wire.values import members, values
 
@@ -98,7 +98,7 @@ def test_dataclasses_and_messages_have_the_same_fields(name: str) -> None:
 
 
 def test_no_message_is_left_without_a_codec() -> None:
-    files = (checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2)
+    files = (checkpoint_pb2, control_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2, relay_pb2)
     declared = {name for file in files for name in file.DESCRIPTOR.message_types_by_name}
     reached = {descriptor.name for pair in CODECS.values() for descriptor in _messages(_root(pair))}
     assert declared - reached == PLAIN_REQUESTS

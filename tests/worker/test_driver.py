@@ -24,6 +24,7 @@ from worker.probe import measure_device
 from worker.telling.metrics import WorkerMetrics
 from worker.transport.coordinator import ControlStream
 from worker.transport.peers import Peers
+from worker.transport.reach.explorer import Explorer
 from worker.transport.statistics import Statistics
 
 END = Exit(is_clean=True, reason="done")
@@ -63,6 +64,8 @@ async def driven(machine: Commanding, metrics: WorkerMetrics, done: Done | None 
             group=group,
             control=cast(ControlStream, nothing),
             peers=cast(Peers, nothing),
+            explorer=cast(Explorer, nothing),
+            take_ways=lambda _: None,
             executor=cast(Executor, executor),
             builder=cast(Builder, nothing),
             copies=cast(ChunkCopies, nothing),

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from skein.protocol.messages.directives import Count
 from skein.types import WorkerId
 from skein.wire.channel import Lane
+from skein.wire.relay.switchboard import Switchboard
 from skein.wire.serving.pages import TEXT, Page, PageRequest, Pages, on_thread
 from worker.telling.aggregating import Gauges
 from worker.transport.statistics import Statistics
@@ -29,6 +30,8 @@ class _WhenAsked(Collector):
     def __init__(self, statistics: Statistics, gauges: Gauges) -> None:
         self._statistics = statistics
         self._gauges = gauges
+        self.board = Switchboard(is_offered=False)
+        """Relay of this worker; until it is told, one that carries nothing."""
 
     def collect(self) -> Iterable[Metric]:
         counted, gauges = self._statistics, self._gauges
@@ -53,6 +56,10 @@ class _WhenAsked(Collector):
         yield GaugeMetricFamily("skein_worker_compression_ratio", about, value=gauges.compression_ratio)
         about = "How often other walkers began to lead this one"
         yield CounterMetricFamily("skein_worker_leader_changes", about, value=gauges.num_leader_changes)
+        about = "Bytes carried for workers that do not dial each other"
+        yield CounterMetricFamily("skein_worker_relay_bytes", about, value=self.board.num_bytes)
+        about = "Connections of workers that are carried now"
+        yield GaugeMetricFamily("skein_worker_relay_connections", about, value=self.board.num_connections)
 
     def _sent_bytes(self) -> dict[tuple[str, str], int]:
         by_rule: dict[str, Counts[WorkerId]] = {}
@@ -127,9 +134,14 @@ class WorkerMetrics:
         self._checkpoint_bytes = new_counter(
             "skein_worker_checkpoint_bytes_total", "Checkpoint bytes written"
         )
-        registry.register(_WhenAsked(statistics, gauges or Gauges()))
+        self._when_asked = _WhenAsked(statistics, gauges or Gauges())
+        registry.register(self._when_asked)
         self._busy_s = 0.0
         self._step_began: float | None = None
+
+    def watch_relay(self, board: Switchboard) -> None:
+        """Tell from now on what this worker carries for others."""
+        self._when_asked.board = board
 
     # --- what happened ---
 

@@ -1,7 +1,8 @@
 """Measures the link to a peer, both directions, and answers those who measure."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -11,11 +12,11 @@ from grpc import aio
 from skein.errors import RemoteError
 from skein.protocol.messages.directives import Member
 from skein.topology.fleet import Link
-from skein.types import WorkerId
+from skein.types import Incarnation, WorkerId
 from skein.wire.calling import Dial, dialled, reached
 from skein.wire.channel import PART_BYTES, Lane
 from skein.wire.codec import PROBE_PART, PROBE_REPLY
-from skein.wire.extra import ProbePart, ProbeReply
+from skein.wire.extra import DialBack, ProbePart, ProbeReply
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc
 from worker.transport.receiving.intake import MAX_PART_BYTES
 
@@ -33,8 +34,24 @@ much is answered unseen, too, while the coordinator's word is still on its way t
 ProbeCall = aio.StreamStreamCall[peer_pb2.ProbePart, peer_pb2.ProbeReply]
 
 
-async def measure_link(me: WorkerId, peer: Member, *, dial: Dial, patience_s: float) -> tuple[Link, Link]:
-    """The links from `me` to `peer` and back.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLinks:
+    """Links to a peer and back, and whether it can dial whoever measured; None: it was not asked."""
+
+    links: tuple[Link, Link]
+    is_dialled: bool | None
+
+
+async def measure_link(
+    me: WorkerId,
+    peer: Member,
+    *,
+    dial: Dial,
+    patience_s: float,
+    back_to: DialBack | None = None,
+    via: WorkerId | None = None,
+) -> MeasuredLinks:
+    """The links from `me` to `peer` and back, by the way that `dial` takes: `via` that relay. The peer dials `back_to`.
 
     Latency is half the quickest of several round trips. Bandwidth is that of transfers of growing size, once it grows
     no more with them; at the latest that of 8 MiB, or of a transfer that takes a second and a half. A connection over a
@@ -44,15 +61,16 @@ async def measure_link(me: WorkerId, peer: Member, *, dial: Dial, patience_s: fl
         RemoteError: the peer cannot be reached, or was silent for `patience_s`.
     """
     async with reached(dial, peer.address, Lane.STATE, patience_s=patience_s) as channel:
-        prober = _Prober(peer_pb2_grpc.PeerStub(channel).Probe(None), patience_s, door=peer.door)
+        probe = peer_pb2_grpc.PeerStub(channel).Probe(None)
+        prober = _Prober(probe, patience_s, door=peer.door, incarnation=peer.incarnation)
         round_trip_s = min([await prober.exchange(1, b"", 0) for _ in range(_NUM_ROUND_TRIPS)])
         up = await bytes_per_s(prober, round_trip_s, is_up=True)
         down = await bytes_per_s(prober, round_trip_s, is_up=False)
+        is_dialled = None if back_to is None else await prober.dialled_back(back_to)
     latency_s = round_trip_s / 2
-    return (
-        Link(sender=me, receiver=peer.worker, latency_s=latency_s, bytes_per_s=up),
-        Link(sender=peer.worker, receiver=me, latency_s=latency_s, bytes_per_s=down),
-    )
+    there = Link(sender=me, receiver=peer.worker, latency_s=latency_s, bytes_per_s=up, via=via)
+    back = Link(sender=peer.worker, receiver=me, latency_s=latency_s, bytes_per_s=down, via=via)
+    return MeasuredLinks(links=(there, back), is_dialled=is_dialled)
 
 
 class Sight(Enum):
@@ -68,7 +86,8 @@ async def look_at(peer: Member, *, dial: Dial, patience_s: float) -> Sight:
     try:
         async with dialled(dial, peer.address, Lane.STATE) as channel:
             probe = peer_pb2_grpc.PeerStub(channel).Probe(None)
-            await _Prober(probe, patience_s, door="").exchange(1, b"", 0)
+            prober = _Prober(probe, patience_s, door="", incarnation=peer.incarnation)
+            await prober.exchange(1, b"", 0)
     except aio.AioRpcError as error:
         is_refused = (
             error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in (error.details() or "").lower()
@@ -104,8 +123,9 @@ async def bytes_per_s(prober: TimedTransfers, round_trip_s: float, *, is_up: boo
 class _Prober:
     """Caller's side of one Probe stream."""
 
-    def __init__(self, call: ProbeCall, patience_s: float, *, door: str) -> None:
+    def __init__(self, call: ProbeCall, patience_s: float, *, door: str, incarnation: Incarnation) -> None:
         self._door = door
+        self._incarnation = incarnation
         self._call = call
         self._replies = aiter(call)
         self._patience_s = patience_s
@@ -125,22 +145,52 @@ class _Prober:
                 await self._take_reply(reply_bytes)
         return loop.time() - began_s
 
-    async def _take_reply(self, reply_bytes: int) -> None:
+    async def dialled_back(self, me: DialBack) -> bool:
+        """Whether the peer reaches this process at its address."""
+        async with asyncio.timeout(self._patience_s):
+            part = ProbePart(sequence=self._sequence, data=b"", reply_bytes=0, dial_back=me)
+            await self._call.write(PROBE_PART.encode(part))
+            return (await self._take_reply(0)).is_dialled
+
+    async def _take_reply(self, reply_bytes: int) -> ProbeReply:
         try:
             reply = PROBE_REPLY.decode(await anext(self._replies))
         except StopAsyncIteration as error:
             raise RemoteError("the peer ended the probe") from error
+        if reply.incarnation not in ("", self._incarnation):
+            # Behind NAT an address may be another machine's, here.
+            raise RemoteError("another process is at this address")
         if reply.sequence != self._sequence or len(reply.data) != reply_bytes:
             raise RemoteError(
                 f"answered probe {self._sequence} with {len(reply.data)} bytes of {reply.sequence}"
             )
         self._sequence += 1
+        return reply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """Process that answers probes, whom it lets measure, and how it dials back.
+
+    Args:
+        may_probe: whether the coordinator has told whoever shows this to measure.
+        dial_back: whether a process answers at its address.
+    """
+
+    incarnation: Incarnation
+    may_probe: Callable[[str], bool]
+    dial_back: Callable[[DialBack], Awaitable[bool]]
+
+
+async def never_dialled(_back_to: DialBack) -> bool:
+    """For whoever dials nobody back."""
+    return False
 
 
 async def answer_probe(
-    requests: AsyncIterator[peer_pb2.ProbePart], may_probe: Callable[[str], bool]
+    requests: AsyncIterator[peer_pb2.ProbePart], probed: Probed
 ) -> AsyncIterator[peer_pb2.ProbeReply]:
-    """A reply to each part, at once. `may_probe`: whether the coordinator has told whoever shows this to measure.
+    """A reply to each part, at once; but to the one that asks to be dialled back, after that.
 
     Raises:
         RemoteError: the prober asks for more than a measurement needs.
@@ -148,7 +198,7 @@ async def answer_probe(
     loop = asyncio.get_running_loop()
     began_s: float | None = None
     num_parts = num_bytes = num_reply_bytes = 0
-    door, is_known = "", False
+    door, is_known, was_dialled = "", False, False
     async for request in requests:
         now = loop.time()
         began_s = now if began_s is None else began_s
@@ -160,16 +210,23 @@ async def answer_probe(
         is_large = max(len(part.data), part.reply_bytes) > MAX_PART_BYTES
         if is_large or num_bytes + num_reply_bytes > _MAX_STREAM_BYTES:
             raise RemoteError(f"a probe of {num_bytes + num_reply_bytes} bytes is too large")
-        if num_parts > _STRANGER_PARTS or num_bytes + num_reply_bytes > _STRANGER_BYTES:
-            is_known = is_known or may_probe(door)
+        is_long = num_parts > _STRANGER_PARTS or num_bytes + num_reply_bytes > _STRANGER_BYTES
+        if is_long or part.dial_back is not None:
+            is_known = is_known or probed.may_probe(door)
             if not is_known:
                 raise RemoteError(
                     "a probe that long is for whom the coordinator has told to measure this link"
                 )
+        is_dialled = False
+        if part.dial_back is not None and not was_dialled:
+            # Once: a probe must not make this worker knock at many doors.
+            was_dialled, is_dialled = True, await probed.dial_back(part.dial_back)
         reply = ProbeReply(
             sequence=part.sequence,
             num_bytes=num_bytes,
             elapsed_s=now - began_s,
             data=bytes(part.reply_bytes),
+            incarnation=probed.incarnation,
+            is_dialled=is_dialled,
         )
         yield PROBE_REPLY.encode(reply)

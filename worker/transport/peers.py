@@ -6,20 +6,19 @@ from collections.abc import Collection, Iterable
 from skein.plan.ops import Direction
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.tensors import Envelope, HopTensor, TensorHeader
-from skein.topology.fleet import Link
 from skein.types import Generation, JobId, StageIndex, Step, WorkerId
 from skein.wire.calling import DialPeer
 from skein.wire.channel import Lane
-from skein.wire.extra import FetchStateRequest, StateKind
+from skein.wire.extra import DialBack, FetchStateRequest, StateKind
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.transport.fetching.fetch import Fetcher
-from worker.transport.links import Sight, look_at, measure_link
+from worker.transport.links import MeasuredLinks, Sight, look_at, measure_link
 from worker.transport.outbox import LaneOutbox, OnFailed, OnTaken, ignore_taken
 from worker.transport.pace import PeerPace, PeerPatience
 from worker.transport.statistics import Statistics
 from worker.transport.watch import Watch
 
-_LOOK_S = 2.0
+LOOK_S = 2.0
 """Seconds within which a peer answers, unless it stands still or nothing passes."""
 LANES = (Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE)
 
@@ -40,6 +39,7 @@ class Peers:
         me: this worker.
         group: entered before the first `send` and left after `close`.
         dial: opens channels to a peer, `skein.wire.channel.open_channel_to` with credentials, for instance.
+        dial_directly: the same at the peer's address, where `dial` may go another way.
         on_failed: told when a peer did not take what was sent to it.
         on_taken: told of each tensor that a peer has accepted, and how long that took.
         fetch_patience_s: raise this if a donor's longest op, during which it copies no state, takes longer.
@@ -51,6 +51,7 @@ class Peers:
         *,
         group: asyncio.TaskGroup,
         dial: DialPeer,
+        dial_directly: DialPeer | None = None,
         on_failed: OnFailed,
         on_taken: OnTaken = ignore_taken,
         statistics: Statistics,
@@ -61,6 +62,7 @@ class Peers:
         self._me = me
         self._group = group
         self._dial = dial
+        self.dial_directly = dial_directly or dial
         self._on_failed = on_failed
         self._on_taken = on_taken
         self._statistics = statistics
@@ -151,22 +153,40 @@ class Peers:
         )
         return await self._fetcher.state(member, request)
 
-    async def measure_link(self, member: Member) -> tuple[Link, Link]:
+    async def measure_link(
+        self, member: Member, *, back_to: DialBack | None = None, via: WorkerId | None = None
+    ) -> MeasuredLinks:
         """The links to `member` and from it; they also tell how long to wait for its first answers.
+
+        Args:
+            back_to: this process, for the peer to dial; None: it does not.
+            via: the relay of the way there; None: the peer is dialled.
 
         Raises:
             RemoteError: the peer cannot be reached.
         """
-        there, back = await measure_link(
-            self._me, member, dial=self._dial(member.worker), patience_s=self._patience.most_s
+        dial = self.dial_directly if via is None else self._dial
+        found = await measure_link(
+            self._me,
+            member,
+            dial=dial(member.worker),
+            patience_s=self._patience.most_s,
+            back_to=back_to,
+            via=via,
         )
+        there, _ = found.links
         now = asyncio.get_running_loop().time()
         self._pace(member).probed(2 * there.latency_s, there.bytes_per_s, now=now)
-        return there, back
+        return found
 
     async def look_at(self, member: Member) -> Sight:
-        """Whether `member` answers."""
-        return await look_at(member, dial=self._dial(member.worker), patience_s=_LOOK_S)
+        """Whether `member` answers, by the way that there is."""
+        return await look_at(member, dial=self._dial(member.worker), patience_s=LOOK_S)
+
+    async def is_dialled(self, member: Member) -> bool:
+        """Whether `member` answers at its address."""
+        dial = self.dial_directly(member.worker)
+        return await look_at(member, dial=dial, patience_s=LOOK_S) is Sight.REACHED
 
     def _pace(self, member: Member) -> PeerPace:
         """Pace of a peer's process; another process that has taken its name begins anew."""

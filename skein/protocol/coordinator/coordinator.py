@@ -15,6 +15,7 @@ from typing import assert_never
 
 from skein.protocol.coordinator import coordinator_io as io
 from skein.protocol.coordinator import lifecycle
+from skein.protocol.coordinator.relaying import Relaying, Told
 from skein.protocol.coordinator.remeasuring import JobPace, Pacing, Remeasuring
 from skein.protocol.coordinator.runs.checkpoints.storage import judge_checkpoint
 from skein.protocol.coordinator.runs.parts import Parts
@@ -63,6 +64,7 @@ class Coordinator:
         self._scheduler = Scheduler(self.membership.live, self._outbox, self._begin)
         self._remeasuring = Remeasuring()
         self._pacing = Pacing()
+        self._relaying = Relaying(self.membership.live, self._outbox.to_probe)
         self._num_refused: Counter[Incarnation] = Counter()
 
     def sign_with(self, log_key: bytes) -> None:
@@ -161,6 +163,7 @@ class Coordinator:
             history=self.history,
             live=self.membership.live,
             links=MappingProxyType(self.links),
+            relays=MappingProxyType(dict(self._relaying.relays)),
             measured=MappingProxyType(self.measured),
             runs=MappingProxyType(runs),
             waits=MappingProxyType(self._scheduler.waits),
@@ -227,7 +230,7 @@ class Coordinator:
             case reports.SpeedMeasured():
                 self._speed_measured(worker, report, now=now)
             case reports.LinksMeasured():
-                self._measured(report)
+                self._measured(worker, report)
             case reports.PeersSeen():
                 self.absence.looked(report, now=now)
             case reports.Leaving():
@@ -237,6 +240,7 @@ class Coordinator:
                     worker=report.peer, reason=f"{worker} cannot reach it: {report.reason}"
                 )
                 self._hear(doubted, now=now)
+                self._tell(self._relaying.doubted(worker, report.peer))
             case _:
                 pass
         if run is not None:
@@ -289,15 +293,26 @@ class Coordinator:
             f"before {before / 1e9:.3g}"
         )
 
-    def _measured(self, report: reports.LinksMeasured) -> None:
-        for link in report.links:
-            # What cannot be would end a planner, or this: it is divided by.
-            if 0 <= link.latency_s < inf and link.bytes_per_s > 0:
-                self.links[link.sender, link.receiver] = link
+    def _measured(self, worker: WorkerId, report: reports.LinksMeasured) -> None:
+        self._know(link for link in report.links if link.via is None)
+        self._tell(self._relaying.measured(worker, report))
         if len(self.links) > MAX_LINKS:
             live = self.membership.live
             for pair in [pair for pair in self.links if not live.keys() >= set(pair)]:
                 del self.links[pair]
+
+    def _know(self, links: Iterable[Link]) -> None:
+        for link in links:
+            # What cannot be would end a planner, or this: it is divided by.
+            if 0 <= link.latency_s < inf and link.bytes_per_s > 0:
+                self.links[link.sender, link.receiver] = link
+
+    def _tell(self, told: Iterable[Told]) -> None:
+        for each in told:
+            entry = self.membership.live.get(each.worker)
+            if entry is not None:
+                self._outbox.send(each.directive, entry.process)
+        self._know(self._relaying.links)
 
     def _hello(self, hello: reports.Hello, *, now: float) -> None:
         known = hello.position
@@ -363,6 +378,7 @@ class Coordinator:
                         self._num_refused.pop(change.incarnation, None)
                         self._outbox.send(Refused(reason=change.reason), (change.worker, change.incarnation))
                     self._remeasuring.lost(change.worker)
+                    self._tell(self._relaying.lost(change.worker))
                     self.absence.lost(
                         change.incarnation, silent_s=change.silent_s, is_dead=change.is_final, now=now
                     )
@@ -396,6 +412,7 @@ class Coordinator:
         for job in self.history.pending():
             if _may_be_outdated(job, entry.hello.incarnation):
                 self._outbox.send(Dismiss(job=job.job, may_exit=False), entry.process)
+        self._tell(self._relaying.joined(worker))
         if not is_new:
             return
         self._outbox.log("joined", worker=worker)

@@ -30,6 +30,8 @@ class CoordinatorView:
     history: History
     live: Mapping[WorkerId, Entry]
     links: Mapping[tuple[WorkerId, WorkerId], Link]
+    relays: Mapping[tuple[WorkerId, WorkerId], WorkerId]
+    """Relay from one worker to another, "" for the coordinator, where one does not dial the other."""
     measured: Mapping[JobId, Measured]
     runs: Mapping[JobId, RunView]
     waits: Mapping[JobId, str]

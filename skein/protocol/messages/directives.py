@@ -1,8 +1,7 @@
 """Directives of the coordinator to workers, and the values that several messages share.
 
-Reports go up, directives down. Every directive of a run carries (epoch, generation): a lower epoch or generation is
-refused, and all are idempotent. These classes are the domain side of protos/skein/wire/v1; `skein.wire.codec` maps
-them field by field, so names here are names there.
+Every directive of a run carries (epoch, generation): a lower epoch or generation is refused, and all are idempotent.
+`skein.wire.codec` maps these classes to protos/skein/wire/v1 field by field, so names here are names there.
 """
 
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from skein.plan.ops import Kept
 from skein.plan.plan import Group, Path, Schedule
 from skein.protocol.messages.positions import LogPosition
 from skein.protocol.messages.tensors import HopTensor, Phase
+from skein.protocol.messages.ways import Ways
 from skein.types import (
     Attempt,
     Epoch,
@@ -245,7 +245,6 @@ class Count:
 
 
 # --- directives: coordinator to worker ---
-
 _UNSENT = Epoch(0), Generation(0)
 
 
@@ -488,6 +487,7 @@ Directive = (
     | Probe
     | Measure
     | Look
+    | Ways
     | Dismiss
 )
 

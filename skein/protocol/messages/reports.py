@@ -6,6 +6,7 @@ from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages.directives import CheckpointFile, ChunkProgress, ChunkVersion, Count, Ledger
 from skein.protocol.messages.positions import LogPosition
 from skein.protocol.messages.tensors import Phase
+from skein.protocol.messages.ways import Unreached
 from skein.topology.fleet import Link, Profile
 from skein.types import (
     Attempt,
@@ -41,6 +42,8 @@ class Hello:
     """Name of the machine, for people."""
     secret: str = field(default="", repr=False)
     """Secret that a later process of this name must know to take its place at once; the coordinator keeps a digest."""
+    offers_relay: bool = False
+    """Whether it carries what others send each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +168,14 @@ class CheckpointUnwritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinksMeasured:
-    """Links as probes of peers found them, this worker sending."""
+    """Links as probes of peers found them, there and back.
+
+    `unreached` peers gave no answer; `shut_out` are those that did, and cannot dial this worker.
+    """
 
     links: tuple[Link, ...]
+    unreached: tuple[Unreached, ...] = ()
+    shut_out: tuple[WorkerId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import assert_never
 
 from skein import PROTOCOL_VERSION
 from skein.protocol.deadline import TimePassed
-from skein.protocol.messages import directives, reports
+from skein.protocol.messages import directives, reports, ways
 from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.building import Building
 from skein.protocol.worker.copies import Copies
@@ -161,6 +161,7 @@ class Worker:
                 position=self._standing.position,
                 host=identity.host,
                 secret=identity.secret,
+                offers_relay=identity.offers_relay,
             )
         )
         if self._is_stopping:
@@ -232,6 +233,8 @@ class Worker:
                 self._standing.commands.append(io.MeasureDevice())
             case directives.Look():
                 self._standing.commands.append(io.LookAtPeers(peers=directive.peers))
+            case ways.Ways():
+                self._standing.commands.append(io.TakeWays(ways=directive))
             case directives.Dismiss():
                 self._dismiss(directive)
             case directives.NewGeneration():

@@ -24,6 +24,7 @@ from skein.protocol.messages.reports import (
     Trouble,
 )
 from skein.protocol.messages.tensors import Envelope
+from skein.protocol.messages.ways import Ways
 from skein.protocol.worker.ops import HopKey, Op, OpOutcome, SaveOp, SnapshotOp
 from skein.topology.fleet import Profile
 from skein.types import Generation, Incarnation, JobId, SiteId, StageSpec, Step, WorkerId
@@ -34,6 +35,7 @@ class Identity:
     """Identity of a worker process, and what it measured of itself.
 
     `host`: name of its machine. `secret`: known to whoever may replace it under its name at once, "" for nobody.
+    `offers_relay`: whether it carries what others send each other.
     """
 
     worker: WorkerId
@@ -43,6 +45,7 @@ class Identity:
     profile: Profile
     host: str = ""
     secret: str = field(default="", repr=False)
+    offers_relay: bool = False
 
 
 # --- events ---
@@ -325,6 +328,13 @@ class LookAtPeers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TakeWays:
+    """Reach these peers by relays from now on, and all others at their addresses."""
+
+    ways: Ways
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetJob:
     """Drop every chunk and payload."""
 
@@ -352,6 +362,7 @@ WorkerCommand = (
     | MeasureLinks
     | MeasureDevice
     | LookAtPeers
+    | TakeWays
     | ForgetJob
     | Exit
 )

@@ -42,6 +42,8 @@ ROLES: Final[Mapping[str, frozenset[CallerRole]]] = {
     "Peer/Deliver": _WORKERS,
     "Peer/FetchState": _WORKERS,
     "Peer/Probe": _WORKERS,
+    "Relay/Listen": _WORKERS,
+    "Relay/Carry": _WORKERS,
 }
 """Roles that may call a method, by Service/Method."""
 

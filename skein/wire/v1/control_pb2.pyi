@@ -235,6 +235,7 @@ class Directive(_message.Message):
     MEASURE_FIELD_NUMBER: _builtins.int
     LOOK_FIELD_NUMBER: _builtins.int
     OPEN_DATA_FIELD_NUMBER: _builtins.int
+    WAYS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -269,6 +270,8 @@ class Directive(_message.Message):
     def look(self) -> Global___Look: ...
     @_builtins.property
     def open_data(self) -> Global___OpenData: ...
+    @_builtins.property
+    def ways(self) -> Global___Ways: ...
     def __init__(
         self,
         *,
@@ -289,12 +292,13 @@ class Directive(_message.Message):
         measure: Global___Measure | None = ...,
         look: Global___Look | None = ...,
         open_data: Global___OpenData | None = ...,
+        ways: Global___Ways | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss", "snapshot", "prefetch", "follow", "measure", "look", "open_data"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss", "snapshot", "prefetch", "follow", "measure", "look", "open_data", "ways"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -679,6 +683,7 @@ class Hello(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    OFFERS_RELAY_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.str
     protocol_version: _builtins.int
@@ -689,6 +694,7 @@ class Hello(_message.Message):
     """The machine's name, for people."""
     secret: _builtins.str
     """Of whoever may replace this process under its name; 64 characters at most, empty for none."""
+    offers_relay: _builtins.bool
     @_builtins.property
     def profile(self) -> _ids_pb2.Profile: ...
     @_builtins.property
@@ -706,10 +712,11 @@ class Hello(_message.Message):
         position: Global___LogPosition | None = ...,
         host: _builtins.str = ...,
         secret: _builtins.str = ...,
+        offers_relay: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "position", b"position", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "address", b"address", "epoch", b"epoch", "host", b"host", "incarnation", b"incarnation", "position", b"position", "profile", b"profile", "protocol_version", b"protocol_version", "secret", b"secret", "site", b"site", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "address", b"address", "epoch", b"epoch", "host", b"host", "incarnation", b"incarnation", "offers_relay", b"offers_relay", "position", b"position", "profile", b"profile", "protocol_version", b"protocol_version", "secret", b"secret", "site", b"site", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
     _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015
@@ -1075,23 +1082,58 @@ Global___CheckpointUnwritten: _TypeAlias = CheckpointUnwritten  # noqa: Y015
 
 @_typing.final
 class LinksMeasured(_message.Message):
+    """`unreached` peers gave no answer; `shut_out` are those that did, and cannot dial whoever tells."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LINKS_FIELD_NUMBER: _builtins.int
+    UNREACHED_FIELD_NUMBER: _builtins.int
+    SHUT_OUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.Link]: ...
+    @_builtins.property
+    def unreached(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unreached]: ...
+    @_builtins.property
+    def shut_out(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         links: _abc.Iterable[_ids_pb2.Link] | None = ...,
+        unreached: _abc.Iterable[Global___Unreached] | None = ...,
+        shut_out: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "shut_out", b"shut_out", "unreached", b"unreached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LinksMeasured: _TypeAlias = LinksMeasured  # noqa: Y015
+
+@_typing.final
+class Unreached(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    VIA_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    via: _builtins.str
+    """By way of this relay; absent: by dialling the peer."""
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        via: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_via", b"_via", "via", b"via"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_via", b"_via", "peer", b"peer", "via", b"via"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__via: _TypeAlias = _typing.Literal["via"]  # noqa: Y015
+    _WhichOneofArgType__via: _TypeAlias = _typing.Literal["_via", b"_via"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__via) -> _WhichOneofReturnType__via | None: ...
+
+Global___Unreached: _TypeAlias = Unreached  # noqa: Y015
 
 @_typing.final
 class TimesMeasured(_message.Message):
@@ -1892,6 +1934,84 @@ class Look(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Look: _TypeAlias = Look  # noqa: Y015
+
+@_typing.final
+class Ways(_message.Message):
+    """All ways around what cannot be dialled, in the place of those told before; other peers are dialled at their addresses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAYS_FIELD_NUMBER: _builtins.int
+    LISTENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ways(self) -> _containers.RepeatedCompositeFieldContainer[Global___Way]: ...
+    @_builtins.property
+    def listens(self) -> _containers.RepeatedCompositeFieldContainer[Global___RelayPlace]:
+        """Where callers ask for whoever is told."""
+
+    def __init__(
+        self,
+        *,
+        ways: _abc.Iterable[Global___Way] | None = ...,
+        listens: _abc.Iterable[Global___RelayPlace] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["listens", b"listens", "ways", b"ways"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ways: _TypeAlias = Ways  # noqa: Y015
+
+@_typing.final
+class Way(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    RELAY_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    incarnation: _builtins.str
+    @_builtins.property
+    def relay(self) -> Global___RelayPlace: ...
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        relay: Global___RelayPlace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["relay", b"relay"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "peer", b"peer", "relay", b"relay"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Way: _TypeAlias = Way  # noqa: Y015
+
+@_typing.final
+class RelayPlace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Empty: the coordinator, wherever that is."""
+    address: _builtins.str
+    """Of a worker, host:port."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayPlace: _TypeAlias = RelayPlace  # noqa: Y015
 
 @_typing.final
 class Dismiss(_message.Message):

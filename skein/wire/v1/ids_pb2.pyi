@@ -766,10 +766,13 @@ class Link(_message.Message):
     RECEIVER_FIELD_NUMBER: _builtins.int
     LATENCY_S_FIELD_NUMBER: _builtins.int
     BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    VIA_FIELD_NUMBER: _builtins.int
     sender: _builtins.str
     receiver: _builtins.str
     latency_s: _builtins.float
     bytes_per_s: _builtins.float
+    via: _builtins.str
+    """The worker that relays; empty: the coordinator; absent: dialled."""
     def __init__(
         self,
         *,
@@ -777,12 +780,15 @@ class Link(_message.Message):
         receiver: _builtins.str = ...,
         latency_s: _builtins.float = ...,
         bytes_per_s: _builtins.float = ...,
+        via: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_via", b"_via", "via", b"via"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "latency_s", b"latency_s", "receiver", b"receiver", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_via", b"_via", "bytes_per_s", b"bytes_per_s", "latency_s", b"latency_s", "receiver", b"receiver", "sender", b"sender", "via", b"via"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__via: _TypeAlias = _typing.Literal["via"]  # noqa: Y015
+    _WhichOneofArgType__via: _TypeAlias = _typing.Literal["_via", b"_via"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__via) -> _WhichOneofReturnType__via | None: ...
 
 Global___Link: _TypeAlias = Link  # noqa: Y015
 

@@ -640,12 +640,17 @@ class ProbePart(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     REPLY_BYTES_FIELD_NUMBER: _builtins.int
     DOOR_FIELD_NUMBER: _builtins.int
+    DIAL_BACK_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     data: _builtins.bytes
     reply_bytes: _builtins.int
     """The reply carries so many bytes of zeros; 0 measures latency."""
     door: _builtins.str
     """In the first part: the receiver's, as the coordinator has told it."""
+    @_builtins.property
+    def dial_back(self) -> Global___DialBack:
+        """Answered once the receiver has tried; for whoever shows the door."""
+
     def __init__(
         self,
         *,
@@ -653,14 +658,42 @@ class ProbePart(_message.Message):
         data: _builtins.bytes = ...,
         reply_bytes: _builtins.int = ...,
         door: _builtins.str = ...,
+        dial_back: Global___DialBack | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dial_back", b"_dial_back", "dial_back", b"dial_back"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dial_back", b"_dial_back", "data", b"data", "dial_back", b"dial_back", "door", b"door", "reply_bytes", b"reply_bytes", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dial_back: _TypeAlias = _typing.Literal["dial_back"]  # noqa: Y015
+    _WhichOneofArgType__dial_back: _TypeAlias = _typing.Literal["_dial_back", b"_dial_back"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dial_back) -> _WhichOneofReturnType__dial_back | None: ...
+
+Global___ProbePart: _TypeAlias = ProbePart  # noqa: Y015
+
+@_typing.final
+class DialBack(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    incarnation: _builtins.str
+    address: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "door", b"door", "reply_bytes", b"reply_bytes", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ProbePart: _TypeAlias = ProbePart  # noqa: Y015
+Global___DialBack: _TypeAlias = DialBack  # noqa: Y015
 
 @_typing.final
 class ProbeReply(_message.Message):
@@ -672,12 +705,18 @@ class ProbeReply(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     ELAPSED_S_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    IS_DIALLED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     num_bytes: _builtins.int
     """Received since the stream began, this part included."""
     elapsed_s: _builtins.float
     """From the first part's arrival to this one's, on the receiver's clock."""
     data: _builtins.bytes
+    incarnation: _builtins.str
+    """The receiver's."""
+    is_dialled: _builtins.bool
+    """Whether it reached whoever is to be dialled back."""
     def __init__(
         self,
         *,
@@ -685,10 +724,12 @@ class ProbeReply(_message.Message):
         num_bytes: _builtins.int = ...,
         elapsed_s: _builtins.float = ...,
         data: _builtins.bytes = ...,
+        incarnation: _builtins.str = ...,
+        is_dialled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "elapsed_s", b"elapsed_s", "num_bytes", b"num_bytes", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "elapsed_s", b"elapsed_s", "incarnation", b"incarnation", "is_dialled", b"is_dialled", "num_bytes", b"num_bytes", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

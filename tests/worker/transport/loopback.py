@@ -31,6 +31,7 @@ from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.extra import DType, FetchStateRequest, StateKind
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.service import PeerService
+from worker.transport.links import Probed, never_dialled
 from worker.transport.pace import PeerPatience
 from worker.transport.peers import Peers
 from worker.transport.statistics import Statistics
@@ -111,7 +112,7 @@ class Receiver:
             statistics=self.statistics,
             limits=self.limits,
             may_fetch=self.may,
-            may_probe=self.may,
+            probed=Probed(incarnation=Incarnation("i"), may_probe=self.may, dial_back=never_dialled),
         )
 
     async def _state_of(self, request: FetchStateRequest) -> Mapping[str, WireTensor] | None:

@@ -25,7 +25,7 @@ Context = aio.ServicerContext[object, object]
 
 async def test_a_probe_measures_both_directions() -> None:
     async with serving(Receiver().service()) as member, sending() as sender:
-        there, back = await sender.peers.measure_link(member)
+        there, back = (await sender.peers.measure_link(member)).links
     assert (there.sender, there.receiver) == (A, B)
     assert (back.sender, back.receiver) == (B, A)
     for link in (there, back):
@@ -44,7 +44,7 @@ async def test_a_peer_that_is_gone_cannot_be_measured() -> None:
 async def test_a_stranger_is_seen_and_may_not_load_a_link() -> None:
     receiver = Receiver(may="told".__eq__)
     async with serving(receiver.service()) as member, sending() as sender:
-        there, _ = await sender.peers.measure_link(replace(member, door="told"))
+        there, _ = (await sender.peers.measure_link(replace(member, door="told"))).links
         assert there.bytes_per_s > 0
         assert (
             await look_at(member, dial=partial(open_channel, credentials=NO_CREDENTIALS), patience_s=5.0)

@@ -99,7 +99,7 @@ async def test_silent_probes_keep_nobody_from_state_nor_from_probing(monkeypatch
     receiver, _ = receiver_of(Limits())
     async with serving(receiver.service()) as member, silent(member, "Probe", 16), sending() as sender:
         assert await sender.peers.fetch_state(member, JOB, StageIndex(0), Step(0))
-        there, _ = await sender.peers.measure_link(member)
+        there, _ = (await sender.peers.measure_link(member)).links
         assert there.bytes_per_s > 0
 
 

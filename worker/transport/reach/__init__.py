@@ -1,0 +1,1 @@
+"""Ways to peers that cannot be dialled, and what each worker finds out of them."""
