@@ -1,5 +1,6 @@
 """A coordinator and workers as real processes on this machine, for tests and benchmarks; nothing outlives it."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,8 +10,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from client.api import Client
-from client.local import LocalFleet, answers
+from client.local import LocalFleet, answers, free_port
+from coordinator.identity.office import ADMIN_FILE
+from coordinator.identity.office import FOLDER as AUTHORITY
 from coordinator.records.store import LOCK_FILE
+from skein.wire.identity.enrolling import enrol
+from skein.wire.identity.joining import JoinLine
+from skein.wire.identity.passport import Passport
 from skein.wire.views import WorkerState
 
 ANY_ROOT = Path("/")
@@ -24,11 +30,15 @@ _POLL_S = 0.1
 class Cluster(LocalFleet):
     """One coordinator on local Ray and named workers, each of which can be struck, and all of which are killed."""
 
-    def __init__(self, directory: Path, *, threads_per_worker: int = 1) -> None:
+    def __init__(
+        self, directory: Path, *, threads_per_worker: int = 1, has_certificates: bool = False
+    ) -> None:
         super().__init__(directory, num_workers=1, data_roots=[ANY_ROOT], checkpoint_root=ANY_ROOT, port=0)
         self._environment = {**self._environment, "OMP_NUM_THREADS": str(threads_per_worker)}
         self._coordinator: subprocess.Popen[bytes] | None = None
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
+        self._has_certificates = has_certificates
+        self._enrol_port = free_port()
 
     def stop(self) -> None:
         """Ends everything at once."""
@@ -45,15 +55,46 @@ class Cluster(LocalFleet):
         Raises:
             AssertionError: it does not, after `START_S`; shows its log.
         """
-        client = Client(self.target, patience_s=START_S)
         until_s = time.monotonic() + START_S
-        while not answers(client):
+
+        def wait() -> None:
             assert time.monotonic() < until_s, self.log_of("coordinator")
             time.sleep(_POLL_S)
+
+        while self._has_certificates and not self._admin_file.exists():
+            wait()
+        passport = self.admin() if self._has_certificates else None
+        client = Client(self.target, passport=passport, patience_s=START_S)
+        while not answers(client):
+            wait()
         return client
+
+    def admin(self) -> Passport:
+        """The identity of whoever can read the coordinator's state."""
+        return Passport.load(self._admin_file)
+
+    @property
+    def _admin_file(self) -> Path:
+        return self.state / AUTHORITY / ADMIN_FILE
+
+    def line(self, role: str) -> str:
+        """A line by which one more may join."""
+        with self.client() as client:
+            return client.create_token(role, life_s=START_S, uses=1)[0]
+
+    def passport(self, name: str, role: str) -> Passport:
+        """An identity that somebody has got by a line."""
+        return asyncio.run(enrol(JoinLine.parse("line", self.line(role)), name, clock=time.time))
 
     def run(self, name: str, module: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         """Starts a program under the name of the coordinator or of a worker."""
+        if self._has_certificates:
+            given = (
+                ("--certificates", "--enrol-port", str(self._enrol_port))
+                if name == "coordinator"
+                else ("--join", self.line("worker"), "--state-dir", str(self.directory / name))
+            )
+            arguments = [*arguments, *given]
         process = super().run(name, module, arguments)
         if name == "coordinator":
             self._coordinator = process
@@ -123,8 +164,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def running(directory: Path, num_workers: int, *, threads_per_worker: int = 1) -> Iterator[Cluster]:
+def running(
+    directory: Path, num_workers: int, *, threads_per_worker: int = 1, has_certificates: bool = False
+) -> Iterator[Cluster]:
     """A cluster of workers w0, w1, ... that all have joined; ended on the way out."""
-    with Cluster(directory, threads_per_worker=threads_per_worker) as cluster:
+    with Cluster(
+        directory, threads_per_worker=threads_per_worker, has_certificates=has_certificates
+    ) as cluster:
         cluster.start_all([f"w{index}" for index in range(num_workers)])
         yield cluster

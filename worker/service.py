@@ -13,7 +13,7 @@ from skein.wire.codec import FETCH_STATE, PART_REPLY, STATE_PART
 from skein.wire.context import Context
 from skein.wire.extra import FetchStateRequest
 from skein.wire.failures import refuse
-from skein.wire.identity.names import caller_of
+from skein.wire.identity.names import LOCAL, caller_of
 from skein.wire.serving.health import Health
 from skein.wire.v1 import peer_pb2
 from worker.bundle import Limits, WireTensor
@@ -45,6 +45,12 @@ def _take_error(writing: "asyncio.Future[None]") -> None:
 
 def _slots(most: int, silent_s: float) -> Slots:
     return Slots(most=most, most_of_one=max(1, most // 2), silent_s=silent_s)
+
+
+def _place_of(context: Context) -> str:
+    """Whose place a call takes: that of the certificate's name, or where there is none of the address."""
+    caller = caller_of(context)
+    return peer_of(context.peer()) if caller in (None, LOCAL) else caller.uri
 
 
 def anybody(_door: str) -> bool:
@@ -124,7 +130,7 @@ class PeerService:
         """Takes tensors; see the proto. Messages come as they are, not copied yet."""
         loop = asyncio.get_running_loop()
         try:
-            with self._streams.take(peer_of(context.peer())) as slot:
+            with self._streams.take(_place_of(context)) as slot:
                 inbox = Inbox(self._intake, Window(), caller_of(context))
                 try:
                     yield PART_REPLY.encode(inbox.open(now=loop.time()))
@@ -151,7 +157,7 @@ class PeerService:
                 # Before a place is taken: it is for those who are told to fetch.
                 self._statistics.refusals["forged"] += 1
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, _NOT_TOLD)
-            with self._transfers.take(peer_of(context.peer())):
+            with self._transfers.take(_place_of(context)):
                 tensors = await self._state_of(wanted)
                 if tensors is None or not tensors.keys() >= set(wanted.names):
                     held = f"{wanted.kind} of stage {wanted.stage} at version {wanted.version}"
@@ -181,7 +187,7 @@ class PeerService:
     ) -> AsyncIterator[peer_pb2.ProbeReply]:
         """Answers measurements; see the proto."""
         try:
-            with self._probes.take(peer_of(context.peer())) as slot:
+            with self._probes.take(_place_of(context)) as slot:
                 async for reply in answer_probe(slot.each(aiter(request_iterator)), self._probed):
                     yield reply
         except _REFUSED as error:

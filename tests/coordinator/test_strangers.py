@@ -14,7 +14,7 @@ import pytest
 from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.hostile import methods
+from bench.hostility.messages import methods
 from coordinator.service import calls
 from coordinator.serving import Serving, ServingOptions
 from skein.wire import channel as channels

@@ -1,0 +1,1 @@
+"""Hostile input: what is sent, who sends it, and what came of it."""
