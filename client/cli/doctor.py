@@ -138,11 +138,7 @@ def _coordinator(metrics_port: int | None, passport: Passport | None) -> Iterato
         yield hole
         if hole.is_failed:
             return
-    if passport is None:
-        yield from _answers()
-    else:
-        cure = "calls of commands show a token and no certificate: version, clock, link and workers are not looked at"
-        yield doubtful("coordinator", "not asked", cure)
+    yield from _answers()
 
 
 def _answers() -> Iterator[DoctorFinding]:

@@ -1,5 +1,6 @@
 """What `skein doctor` finds out about certificates: one's own, and who is at the other end."""
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from client.cli import run
 from client.doctor.certificates import look_at_identity
 from client.doctor.finding import DoctorFinding, Verdict
 from client.doctor.way import look_along
-from skein.wire.channel import split_address
+from skein.wire.channel import join_address, split_address
 from skein.wire.credentials import Credentials, Wallet
 from skein.wire.identity.authority import Authority
 from skein.wire.identity.names import COORDINATOR, Caller, CallerRole, worker_caller
@@ -52,6 +53,18 @@ def test_a_good_identity_is_taken(cluster: Cluster, real_s: float) -> None:
     finding = cluster.try_with(cluster.authority.make_out(ME, now_s=real_s))
     assert finding.verdict is Verdict.OK
     assert finding.found.startswith("TLSv1.3 with the coordinator, whose certificate ends ")
+
+
+def test_the_command_asks_by_it_what_it_asks_without(
+    cluster: Cluster, real_s: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "identity"
+    cluster.authority.make_out(ME, now_s=real_s).save(path)
+    at = join_address(*cluster.address)
+    run(["doctor", "--role", "client", "--json", "--coordinator", at, "--identity", str(path)])
+    found = {one["check"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found.keys() >= {"identity", "coordinator", "link", "workers"}
+    assert "runs release" in found["coordinator"]["found"]
 
 
 def test_a_coordinator_that_asks_for_certificates_is_told_from_another_service(cluster: Cluster) -> None:
