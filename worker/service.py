@@ -48,7 +48,7 @@ def _slots(most: int, silent_s: float) -> Slots:
 
 
 def _place_of(context: Context) -> str:
-    """Whose place a call takes: that of the certificate's name, or where there is none of the address."""
+    """Party whose place a call takes: whom the certificate names, or where there is none the address."""
     caller = caller_of(context)
     return peer_of(context.peer()) if caller in (None, LOCAL) else caller.uri
 
