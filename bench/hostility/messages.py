@@ -15,9 +15,9 @@ from skein.topology.fleet import Profile
 from skein.types import Epoch, Incarnation, SiteId, WorkerId
 from skein.wire.channel import MAX_MESSAGE_BYTES
 from skein.wire.codec import REPORT
-from skein.wire.v1 import checkpoint_pb2, control_pb2, identity_pb2, jobs_pb2, peer_pb2
+from skein.wire.v1 import checkpoint_pb2, control_pb2, identity_pb2, jobs_pb2, peer_pb2, relay_pb2
 
-SERVED = (control_pb2, jobs_pb2, checkpoint_pb2, identity_pb2, peer_pb2, health_pb2)
+SERVED = (control_pb2, jobs_pb2, checkpoint_pb2, identity_pb2, relay_pb2, peer_pb2, health_pb2)
 MALLORY = "mallory"
 """The worker by whose certificate attackers are let in."""
 _DEEPEST = 4
