@@ -1,8 +1,10 @@
 """Connections without a call are few of one address; the others are left alone."""
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +52,23 @@ def test_the_oldest_that_say_nothing_are_ended(
     for our in ours[1:3]:
         our.close()
     assert at.look() == 0
+
+
+def test_a_look_leaves_no_files_open_also_where_connections_wait_to_be_accepted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+        at = Doorway(server.getsockname()[1], least_bytes=CALLED_BYTES)
+        for _ in range(3):
+            stack.enter_context(socket.create_connection(server.getsockname(), timeout=WAIT_S))
+        before = os.listdir("/proc/self/fd")
+        assert at.look() == 0
+        assert os.listdir("/proc/self/fd") == before
+
+
+def test_what_is_no_socket_any_more_is_let_go_of() -> None:
+    with Path("/dev/null").open("rb") as file:
+        before = os.listdir("/proc/self/fd")
+        assert doorway._num_received(file.fileno(), 1) is None
+        assert os.listdir("/proc/self/fd") == before
 
 
 def test_other_ports_are_nobodys_business(

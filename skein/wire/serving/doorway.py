@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NoReturn
@@ -72,8 +72,10 @@ def _connections(port: int) -> Iterator[tuple[int, str]]:
         with suppress(OSError):
             for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
                 _, local, remote, state, *rest = line.split()
-                if state == _ESTABLISHED and int(local.rpartition(":")[2], 16) == port:
-                    yield int(rest[5]), _host(remote.rpartition(":")[0])
+                inode = int(rest[5])
+                # What nobody has accepted yet has none: it is not this process's, and 0 would be any other file.
+                if inode and state == _ESTABLISHED and int(local.rpartition(":")[2], 16) == port:
+                    yield inode, _host(remote.rpartition(":")[0])
 
 
 def _host(text: str) -> str:
@@ -99,7 +101,7 @@ def _sockets(wanted: Mapping[int, str]) -> Iterator[tuple[int, int]]:
 
 def _num_received(descriptor: int, inode: int) -> int | None:
     """Bytes that came on a connection; None if it is gone, or another file has its number now."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+    with suppress(OSError), _borrowed(descriptor) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
             (received,) = _BYTES_RECEIVED.unpack(info)
@@ -109,6 +111,23 @@ def _num_received(descriptor: int, inode: int) -> int | None:
 
 def _end(descriptor: int, inode: int) -> None:
     """Break a connection; whoever owns the descriptor finds it at its end, and closes it."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+    with suppress(OSError), _borrowed(descriptor) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
             connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """A socket of another owner, whose number may be another file's by now: that is closed again, too.
+
+    Raises:
+        OSError: it is no socket any more.
+    """
+    own = os.dup(descriptor)
+    try:
+        connection = socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
+    with connection:
+        yield connection
