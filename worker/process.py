@@ -27,6 +27,7 @@ from skein.wire.extra import DialBack, FetchStateRequest, LogLine
 from skein.wire.identity.enrolling import keep_renewed
 from skein.wire.identity.revocations import Revocations
 from skein.wire.leader import split_addresses
+from skein.wire.process.clear_text import clear_text_warning, keep_warning
 from skein.wire.process.files import raise_open_files
 from skein.wire.relay.switchboard import Switchboard
 from skein.wire.serving.doorway import GREETED_BYTES, Doorway
@@ -148,8 +149,11 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
         stack.push_async_callback(_settle, asyncio.all_tasks())
         stack.push_async_callback(server.stop, None)
         stack.callback(service.close)
-        keeping = asyncio.create_task(Doorway(port, least_bytes=GREETED_BYTES).keep())
-        stack.callback(keeping.cancel)
+        keeping = [asyncio.create_task(Doorway(port, least_bytes=GREETED_BYTES).keep())]
+        if (warning := clear_text_warning(setting.listen, setting.credentials)) is not None:
+            keeping.append(asyncio.create_task(keep_warning(warning, _log)))
+        for kept in keeping:
+            stack.callback(kept.cancel)
         on_ready(inbox)
         parts = _Parts(
             setting=setting,

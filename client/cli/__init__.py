@@ -100,6 +100,7 @@ _VERBS: Verbs = {
             "drain": "Take work away from a worker.",
         },
     ),
+    "init": Verb(help="Make a cluster's authority and its admin's identity.", module="coordinator.identity"),
     **_of("client.cli.access.identity", {"join": "Get an identity by a pasted line."}),
     **_group("token", "Lines that let somebody join.", _TOKEN),
     **_group("identity", "Who joined, and whose identity ends.", _IDENTITY),

@@ -1,6 +1,7 @@
 """The gRPC server of a coordinator: which services, which checks, which limits; and what it says while it stands by."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, cast
@@ -25,12 +26,14 @@ from skein.wire.channel import bind, join_address, open_server, split_address
 from skein.wire.context import Context
 from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.leader import LEADER_KEY
+from skein.wire.process.clear_text import clear_text_warning, keep_warning
 from skein.wire.relay.switchboard import Switchboard
 from skein.wire.serving.doorway import CALLED_BYTES, Doorway
 from skein.wire.serving.health import NOT_SERVING, SERVING, Health
 from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2_grpc, identity_pb2_grpc, jobs_pb2_grpc
 
 _IDLE_MS = 60_000
+_log = logging.getLogger("coordinator")
 STOP_S = 2.0
 
 
@@ -159,6 +162,8 @@ async def listen(
         await strangers.start()
     await server.start()
     keeping = [asyncio.create_task(Doorway(bound, least_bytes=CALLED_BYTES).keep())]
+    if (warning := clear_text_warning(host, credentials)) is not None:
+        keeping.append(asyncio.create_task(keep_warning(warning, _log)))
     if office is not None:
         keeping.append(asyncio.create_task(Doorway(enrol_bound, least_bytes=CALLED_BYTES).keep()))
         keeping.append(asyncio.create_task(office.keep()))

@@ -13,6 +13,7 @@ import pytest
 from grpc import aio
 
 from client.cli import run
+from coordinator.identity.__main__ import run as init
 from coordinator.identity.office import ADMIN_FILE, FOLDER, IdentityOffice
 from coordinator.serving import Serving, ServingOptions
 from skein.errors import RemoteError, UserError
@@ -73,6 +74,25 @@ async def cluster(state_dir: Path) -> AsyncIterator[Cluster]:
             yield Cluster(running, state_dir)
     finally:
         await running.stop()
+
+
+def test_an_authority_is_made_before_its_coordinator_and_kept_by_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--state-dir", str(tmp_path), "--advertise", "lab.example"]
+    assert init(asked) == 0
+    said = capsys.readouterr().out
+    made = Passport.load(tmp_path / FOLDER / ADMIN_FILE)
+    assert f"identity of its admin: {tmp_path / FOLDER / ADMIN_FILE}\n" in said
+    assert (made.addresses, made.enrol_addresses) == ("lab.example:7411", "lab.example:7413")
+    assert made.caller.role is CallerRole.ADMIN
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / FOLDER).iterdir() if path.suffix != ".pem"}
+    assert modes == {0o600}
+    assert init(asked) == 0
+    assert "as it was" in capsys.readouterr().out
+    assert Passport.load(tmp_path / FOLDER / ADMIN_FILE).key == made.key
+    assert init(["--state-dir", str(tmp_path), "--advertise", "lab:example:7"]) == 2
+    assert "give host:port" in capsys.readouterr().err
 
 
 async def test_whoever_has_a_line_joins_under_a_name_and_renews(tmp_path: Path) -> None:
