@@ -21,6 +21,7 @@ from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
 from skein.wire.credentials import Credentials
 from skein.wire.extra import GetRequest
+from skein.wire.identity.enrolling import renewed_if_due
 from skein.wire.leader import find_leader, named_leader, split_addresses
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, identity_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from skein.wire.views import JobEvent, Key, VersionReply
@@ -34,6 +35,7 @@ PATIENCE_S = 60.0
 """A coordinator is back within 10 s of its death, on a busy machine within a minute."""
 MAX_MOVES = 8
 """Most moves of one call after the leader without any progress."""
+_RENEW_AGAIN_S = 60.0
 _PAUSE_S = 0.25
 _MAX_PAUSE_S = 2.0
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -64,6 +66,8 @@ class Connection:
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._version: VersionReply | None = None
+        self._renewed_s = 0.0
+        """Unix time of the last try."""
         self._is_sought = len(self._addresses) == 1
         self._dial_all(self._addresses[0])
 
@@ -91,12 +95,33 @@ class Connection:
         found = await find_leader(sorted(candidates), dial=self._dial)
         if found is None or found == self._at:
             return False
+        await self._redial(found)
+        return True
+
+    async def _redial(self, address: str) -> None:
         before = (self._control, self._bulk)
-        self._dial_all(found)
+        self._dial_all(address)
         for channel in before:
             # What still waits there is called off, and made again here.
             await channel.close(None)
-        return True
+
+    async def freshen(self) -> None:
+        """Renew the identity that is shown, if that is due, and go on by it: who watches outlives a certificate.
+
+        Raises:
+            UserError: it is not made out any more; the text says what to do.
+            RemoteError: it has ended, and no coordinator can be reached.
+        """
+        wallet, now_s = self._credentials.wallet, time.time()
+        if wallet is None or not wallet.passport.enrol_addresses:
+            return
+        if now_s < max(wallet.passport.renewal_s(), self._renewed_s + _RENEW_AGAIN_S):
+            return
+        self._renewed_s = now_s
+        fresh = await renewed_if_due(wallet.passport, clock=time.time)
+        if fresh != wallet.passport:
+            wallet.take(fresh)
+            await self._redial(self._at)
 
     @property
     def at(self) -> str:
@@ -135,6 +160,7 @@ class Connection:
         Raises:
             NotReachable | NotFound | Refused | VersionMismatch | RemoteError: see `client.errors`.
         """
+        await self.freshen()
         if self._version is None:
             _ = await self.version()
         return await self._attempts(method, request, None if is_long else self._timeout_s)
@@ -167,6 +193,7 @@ class Connection:
             _ = await self.version()
         patience = self.patience()
         while True:
+            await self.freshen()
             request = jobs_pb2.WatchRequest(
                 job=job, since=since[0], since_line=since[1], until_now=not is_following
             )

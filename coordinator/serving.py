@@ -185,6 +185,8 @@ class Doors:
                 office=office,
                 enrol_port=options.enrol_port,
             )
+            undo.push_async_callback(service.stop)
+            await asyncio.to_thread(service.stand, options.advertise or service.address)
             undo.pop_all()
         return cls(service=service, audit=audit, exposition=exposition, board=board, pages=pages)
 
@@ -355,6 +357,8 @@ class Serving:
                 lag_s=max(0.0, lag_s),
                 now=now,
             )
+            if (office := self._doors.service.office) is not None:
+                self.metrics.show_certificates(office.left_s(driver.machine.view.live.keys()))
             self._doors.exposition.show({worker.worker: worker for worker in workers})
             self._doors.board.tell()
 

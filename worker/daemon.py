@@ -139,7 +139,7 @@ async def _enrolled(options: WorkerOptions) -> tuple[WorkerOptions, Wallet]:
     if (fault := wallet.passport.fault(now_s=time.time())) is not None:
         raise UserError("join", caller.name, fault)
     _log.info("identity: worker %s, until %s", caller.name, utc_text(wallet.passport.ends_s))
-    return replace(options, name=caller.name, join=line.addresses), wallet
+    return replace(options, name=caller.name, join=wallet.passport.addresses or line.addresses), wallet
 
 
 async def _be(setting: "WorkerSetting") -> int:

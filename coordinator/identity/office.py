@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -42,12 +42,28 @@ class IdentityOffice:
         self.wallet = Wallet(self.authority.make_out(COORDINATOR, now_s=clock()))
         self.named = NamedCallers(self.register.is_revoked)
         self._admin_file = folder / ADMIN_FILE
-        self._addresses: tuple[str, str] | None = None
+        self._own: tuple[str, str] | None = None
+        self._is_leading = False
+        self._ends_s: dict[str, float] = {}
+
+    def stand(self, address: str, enrol_address: str) -> None:
+        """Have lines and passports name this coordinator, too, whether it leads or stands by."""
+        self._own = address, enrol_address
+        self.register.stand(*self._own, now_s=self._clock())
 
     def lead(self, address: str, enrol_address: str) -> None:
-        """Lines to paste, and the identity of whoever can read the folder, name these addresses from now on."""
-        self._addresses = address, enrol_address
+        """Make lines out from now on, and the identity of whoever can read the folder."""
+        self.stand(address, enrol_address)
+        self._is_leading = True
         self._make_admin()
+
+    def addresses(self) -> tuple[str, str]:
+        """Addresses of all coordinators and of where they enrol, with commas between: this one's first; "" unknown."""
+        if self._own is None:
+            return "", ""
+        others = [known for known in self.register.coordinators() if known[0] != self._own[0]]
+        own, enrol = zip(self._own, *others, strict=True)
+        return ",".join(own), ",".join(enrol)
 
     @property
     def credentials(self) -> Credentials:
@@ -85,14 +101,13 @@ class IdentityOffice:
         Raises:
             UserError: such a token makes no sense.
         """
-        assert self._addresses is not None, "nobody who stands by is asked"
-        address, enrol_address = self._addresses
+        addresses, enrol_addresses = self.addresses()
         token = self.register.new_token(
             role, namespace or DEFAULT_NAMESPACE, life_s=life_s, uses=uses, now_s=self._clock()
         )
         line = JoinLine(
-            addresses=address,
-            enrol_addresses=enrol_address,
+            addresses=addresses,
+            enrol_addresses=enrol_addresses,
             authority=self.authority.pem,
             token=token.id,
             secret=token.secret,
@@ -113,6 +128,14 @@ class IdentityOffice:
         now_s = self._clock()
         return tuple(one for one in self.register.identities() if one.revoked_s and one.ends_s > now_s)
 
+    def left_s(self, workers: Collection[str]) -> dict[tuple[str, str], float]:
+        """Seconds for which certificates count, by role and name: of these workers, and what they depend on."""
+        now_s = self._clock()
+        ends_s = {("worker", name): self._ends_s[name] for name in sorted(self._ends_s.keys() & workers)}
+        ends_s["authority", "skein"] = self.authority.certificate.not_valid_after_utc.timestamp()
+        ends_s["coordinator", COORDINATOR.name] = self.wallet.passport.ends_s
+        return {about: end_s - now_s for about, end_s in ends_s.items()}
+
     async def keep(self) -> NoReturn:
         """Renew the coordinator's own certificate, and the admin's beside it, when a third of its life is left."""
         while True:
@@ -120,7 +143,13 @@ class IdentityOffice:
             self.look()
 
     def look(self) -> None:
-        """Renew them if that is due."""
+        """Renew them if that is due, and say that this coordinator is there."""
+        if self._own is not None:
+            try:
+                self.stand(*self._own)
+                self._read_ends()
+            except sqlite3.Error as error:
+                _log.error("register: %s", error)
         if self._clock() >= self.wallet.passport.renewal_s():
             try:
                 self.refresh()
@@ -128,17 +157,21 @@ class IdentityOffice:
                 # On a full disk, for instance, which is no reason never to renew again.
                 _log.error("identity of the admin not renewed: %s", error)
 
+    def _read_ends(self) -> None:
+        found = self.register.identities()
+        counts = [one for one in found if one.caller.role is CallerRole.WORKER and not one.revoked_s]
+        self._ends_s = {one.caller.name: one.ends_s for one in counts}
+
     def refresh(self) -> None:
         """Renew them now."""
         request = self.wallet.passport.request()
         self.wallet.renew(self.authority.certify(request, COORDINATOR, now_s=self._clock()))
-        if self._addresses is not None:
+        if self._is_leading:
             self._make_admin()
         _log.info("identity renewed: coordinator")
 
     def _make_admin(self) -> None:
-        assert self._addresses is not None
-        make_admin(self.authority, self.register, self._admin_file, self._addresses, now_s=self._clock())
+        make_admin(self.authority, self.register, self._admin_file, self.addresses(), now_s=self._clock())
 
 
 def make_admin(

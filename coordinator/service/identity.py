@@ -26,11 +26,17 @@ class Enrol(identity_pb2_grpc.EnrolServicer):
         made = await asyncio.to_thread(
             self._office.enrol, request.token, request.secret, request.name, request.request
         )
-        return identity_pb2.EnrolReply(certificate=made, wall_s=time.time())
+        return await self._reply(made)
 
     async def Renew(self, request: identity_pb2.RenewRequest, context: Context) -> identity_pb2.EnrolReply:
         made = await asyncio.to_thread(self._office.renew, request.certificate, request.request)
-        return identity_pb2.EnrolReply(certificate=made, wall_s=time.time())
+        return await self._reply(made)
+
+    async def _reply(self, made: str) -> identity_pb2.EnrolReply:
+        addresses, enrol_addresses = await asyncio.to_thread(self._office.addresses)
+        return identity_pb2.EnrolReply(
+            certificate=made, wall_s=time.time(), addresses=addresses, enrol_addresses=enrol_addresses
+        )
 
 
 class Identities(identity_pb2_grpc.IdentitiesServicer):

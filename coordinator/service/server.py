@@ -106,13 +106,20 @@ class Service:
         jobs_pb2_grpc.add_JobsServicer_to_server(Jobs(driver, roster, store.places, board), server)
         checkpoint_pb2_grpc.add_CheckpointServicer_to_server(Checkpoint(driver, store), server)
         if self.office is not None:
-            host, _ = split_address("advertise", lead.address)
-            self.office.lead(lead.address, join_address(host, self._enrol_port))
+            self.office.lead(lead.address, self._enrol_address(lead.address))
             identity_pb2_grpc.add_IdentitiesServicer_to_server(Identities(self.office), server)
         self.relay.attach(server)
         self.gate.open()
         for name in SERVICES:
             self._health.set(f"skein.wire.v1.{name}", SERVING)
+
+    def stand(self, address: str) -> None:
+        """Have lines and passports name this coordinator by `address`, too."""
+        if self.office is not None:
+            self.office.stand(address, self._enrol_address(address))
+
+    def _enrol_address(self, address: str) -> str:
+        return join_address(split_address("advertise", address)[0], self._enrol_port)
 
     async def stop(self) -> None:
         """Take no more calls, and end those that go on."""

@@ -232,6 +232,9 @@ class CoordinatorMetrics:
         )
         self._free = new_gauge("skein_state_free_bytes", "Room left on the disk of the state directory")
         self._size = new_gauge("skein_state_size_bytes", "Size of that disk")
+        self._certificates = new_gauge(
+            "skein_certificate_left_seconds", "For how long certificates count", ["role", "name"]
+        )
         info = new_gauge("skein_build_info", "1", ["release", "protocol"])
         info.labels(skein.__version__, str(skein.PROTOCOL_VERSION)).set(1)
 
@@ -408,6 +411,12 @@ class CoordinatorMetrics:
         for job, kept in self._jobs.items():
             if kept.checkpoint_wall_s is not None:
                 self._checkpoint_age.labels(job).set(max(0.0, now - kept.checkpoint_wall_s))
+
+    def show_certificates(self, left_s: Mapping[tuple[str, str], float]) -> None:
+        """Show for how long certificates count, by role and name."""
+        self._certificates.clear()
+        for labels in sorted(left_s)[:MAX_WORKERS]:
+            self._certificates.labels(*labels).set(left_s[labels])
 
     def _sample_queue(self, view: CoordinatorView, *, now: float) -> None:
         """Jobs that wait for workers, and since when those have that wait longest."""

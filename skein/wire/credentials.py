@@ -57,7 +57,11 @@ class Wallet:
 
     def renew(self, certificate: str) -> None:
         """Open connections with this certificate of the same key from now on."""
-        self.passport = replace(self.passport, certificate=certificate)
+        self.take(replace(self.passport, certificate=certificate))
+
+    def take(self, passport: Passport) -> None:
+        """Open connections by this passport, with the next certificate of the same key, from now on."""
+        self.passport = passport
         if self._path is not None:
             self.passport.save(self._path)
 

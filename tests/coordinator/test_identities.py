@@ -12,10 +12,13 @@ import grpc
 import pytest
 from grpc import aio
 
+from client.aio import AsyncClient
 from client.cli import run
 from coordinator.identity.__main__ import run as init
 from coordinator.identity.office import ADMIN_FILE, FOLDER, IdentityOffice
+from coordinator.identity.register import STANDS_S
 from coordinator.serving import Serving, ServingOptions
+from coordinator.telling.metrics import CoordinatorMetrics
 from skein.errors import RemoteError, UserError
 from skein.protocol.messages.directives import Welcome
 from skein.wire.channel import Lane, open_channel, open_enrolment_channel
@@ -267,3 +270,75 @@ def test_the_coordinator_renews_itself_again_after_its_disk_was_full(tmp_path: P
         office.look()
         assert office.wallet.passport != before
     office.close()
+
+
+async def test_who_watches_for_longer_than_a_certificate_counts_renews_it(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known:
+        mine = await known.passport("ada", "viewer")
+        authority = Authority.kept_in(tmp_path / FOLDER, now_s=time.time())
+        old = authority.certify(mine.request(), mine.caller, now_s=time.time() - 0.8 * LIFE_S)
+        async with AsyncClient(known.target, passport=replace(mine, certificate=old)) as client:
+            await client.jobs()
+            wallet = client._connection._credentials.wallet
+            assert wallet is not None
+            assert wallet.passport.renewal_s() > time.time()
+            assert await client.jobs() == ()
+            await known.revoke("ada", "viewer")
+            wallet.take(replace(wallet.passport, certificate=old))
+            client._connection._renewed_s = 0.0
+            with pytest.raises(UserError, match="was revoked at"):
+                await client.jobs()
+
+
+async def test_a_renewed_passport_knows_of_a_standby_that_came_later(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known:
+        mine = await known.passport("w-1")
+        standby = IdentityOffice(tmp_path / FOLDER)
+        standby.stand("b:7411", "b:7413")
+        standby.close()
+        again = await renewed(mine, clock=time.time)
+        assert again.addresses == f"{known.target},b:7411"
+        assert again.enrol_addresses == f"{mine.enrol_addresses},b:7413"
+
+
+def test_lines_name_all_coordinators_that_were_seen_of_late(tmp_path: Path) -> None:
+    now_s = time.time()
+    first, second = (IdentityOffice(tmp_path, clock=lambda: now_s) for _ in range(2))
+
+    def named(office: IdentityOffice) -> tuple[str, str]:
+        text, _ = office.new_line(CallerRole.WORKER, "", life_s=60.0, uses=1)
+        line = JoinLine.parse("line", text)
+        return line.addresses, line.enrol_addresses
+
+    first.lead("a:7411", "a:7413")
+    second.stand("b:7411", "b:7413")
+    assert named(first) == ("a:7411,b:7411", "a:7413,b:7413")
+    second.lead("b:7411", "b:7413")
+    assert named(second) == ("b:7411,a:7411", "b:7413,a:7413")
+    assert Passport.load(tmp_path / ADMIN_FILE).addresses == "b:7411,a:7411"
+    now_s += STANDS_S + 1
+    second.look()
+    assert named(second) == ("b:7411", "b:7413")
+    first.close()
+    second.close()
+
+
+def test_metrics_say_for_how_long_certificates_count(tmp_path: Path) -> None:
+    now_s = time.time()
+    office, metrics = IdentityOffice(tmp_path, clock=lambda: now_s), CoordinatorMetrics()
+    office.lead("a:1", "a:2")
+    for name in ("here", "gone", "revoked"):
+        office.register.enter(Caller(name=name, role=CallerRole.WORKER), "k", now_s=now_s)
+    office.revoke(CallerRole.WORKER, "revoked")
+    now_s += 3600
+    office.look()
+    metrics.show_certificates(office.left_s({"here", "revoked", "without"}))
+    office.close()
+    found = [line for line in metrics.render().decode().splitlines() if line.startswith("skein_certificate")]
+    left_s = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in found}
+    series = 'skein_certificate_left_seconds{name="%s",role="%s"}'
+    assert left_s.pop(series % ("skein", "authority")) > 3000 * 86400
+    assert left_s == {
+        series % ("here", "worker"): LIFE_S - 3600,
+        series % ("coordinator", "coordinator"): pytest.approx(LIFE_S - 3600, abs=1.0),
+    }

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import NoReturn
 
 import grpc
@@ -22,6 +23,7 @@ from skein.wire.leader import split_addresses
 from skein.wire.v1 import identity_pb2, identity_pb2_grpc
 
 _CALL_S = 20.0
+_MAX_ADDRESSES = 8
 _LOOK_S = 30.0
 _MAX_SKEW_S = 240.0
 """Less than what certificates begin earlier than they are made."""
@@ -100,19 +102,20 @@ async def renew_wallet(wallet: Wallet, *, dial: Dial, at: str, clock: Callable[[
         # Whoever slept past the end shows nothing that counts any more, and goes where strangers do.
         has_ended = passport.fault(now_s=clock()) is not None
         asked = renewed(passport, clock=clock) if has_ended else _renewed_at(at, passport, dial)
-        wallet.renew((await asked).certificate)
+        wallet.take(await asked)
         _log.info("identity renewed: until %s", utc_text(wallet.passport.ends_s))
     except SkeinError as error:
         _log.warning("identity not renewed, it ends at %s: %s", utc_text(passport.ends_s), error)
 
 
-async def _renewed_at(address: str, passport: Passport, dial: Dial) -> identity_pb2.EnrolReply:
+async def _renewed_at(address: str, passport: Passport, dial: Dial) -> Passport:
     wanted = identity_pb2.RenewRequest(certificate=passport.certificate, request=passport.request())
     async with dialled(dial, address, Lane.CONTROL) as channel:
         try:
-            return await identity_pb2_grpc.EnrolStub(channel).Renew(wanted, timeout=_CALL_S)
+            reply = await identity_pb2_grpc.EnrolStub(channel).Renew(wanted, timeout=_CALL_S)
         except aio.AioRpcError as error:
             raise error_of(error, address) from error
+    return _made_out(passport, reply)
 
 
 async def _fulfilled(draft: Passport, ask: Ask, clock: Callable[[], float]) -> Passport:
@@ -132,14 +135,28 @@ async def _fulfilled(draft: Passport, ask: Ask, clock: Callable[[], float]) -> P
                     raise UserError("clock", utc_text(clock()), skew) from error
                 continue
         _check_clock(reply.wall_s, clock())
-        return Passport(
-            key=draft.key,
-            certificate=reply.certificate,
-            authority=draft.authority,
-            addresses=draft.addresses,
-            enrol_addresses=draft.enrol_addresses,
-        )
+        return _made_out(draft, reply)
     raise failure
+
+
+def _made_out(draft: Passport, reply: identity_pb2.EnrolReply) -> Passport:
+    """The passport with its certificate, which knows of coordinators that came after the line was made."""
+    return replace(
+        draft,
+        certificate=reply.certificate,
+        addresses=_with(draft.addresses, reply.addresses),
+        enrol_addresses=_with(draft.enrol_addresses, reply.enrol_addresses),
+    )
+
+
+def _with(known: str, others: str) -> str:
+    """Addresses with others behind them: those known lead here, by whatever way.
+
+    >>> _with("a:1,b:1", "c:1,b:1"), _with("a:1", "")
+    ('a:1,b:1,c:1', 'a:1')
+    """
+    found = dict.fromkeys(address for address in (*known.split(","), *others.split(",")) if address)
+    return ",".join(list(found)[:_MAX_ADDRESSES])
 
 
 def _check_clock(theirs_s: float, ours_s: float) -> None:

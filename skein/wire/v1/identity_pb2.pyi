@@ -78,19 +78,26 @@ class EnrolReply(_message.Message):
 
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    ENROL_ADDRESSES_FIELD_NUMBER: _builtins.int
     certificate: _builtins.str
     """In PEM."""
     wall_s: _builtins.float
     """The coordinator's clock: Unix time."""
+    addresses: _builtins.str
+    """Of all coordinators, with commas between: as they are now, and not when the line was made."""
+    enrol_addresses: _builtins.str
     def __init__(
         self,
         *,
         certificate: _builtins.str = ...,
         wall_s: _builtins.float = ...,
+        addresses: _builtins.str = ...,
+        enrol_addresses: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "certificate", b"certificate", "enrol_addresses", b"enrol_addresses", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
