@@ -313,7 +313,7 @@ class WorkerDriver:
 
     async def _look_at(self, peers: tuple[Member, ...]) -> None:
         """All at once: it is asked when work stands still."""
-        sights = await asyncio.gather(*(self._peers.look_at(peer) for peer in peers))
+        sights = await asyncio.gather(*(self._explorer.look_at(peer) for peer in peers))
         found = {
             sight: tuple(peer.incarnation for peer, seen in zip(peers, sights, strict=True) if seen is sight)
             for sight in Sight

@@ -25,6 +25,7 @@ from skein.wire.channel import bind, open_channel, open_channel_to, open_server
 from skein.wire.credentials import Credentials
 from skein.wire.extra import DialBack, FetchStateRequest, LogLine
 from skein.wire.identity.enrolling import keep_renewed
+from skein.wire.identity.names import worker_caller
 from skein.wire.identity.revocations import Revocations
 from skein.wire.leader import split_addresses
 from skein.wire.process.clear_text import clear_text_warning, keep_warning
@@ -142,7 +143,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
             ),
         )
         service.attach(server)
-        board = Switchboard(is_offered=setting.offers_relay)
+        board = Switchboard(is_offered=setting.offers_relay, owner=worker_caller(setting.worker))
         board.attach(server)
         metrics.watch_relay(board)
         await server.start()

@@ -42,11 +42,11 @@ def _link_row(link: Link) -> tuple[str, ...]:
         link.receiver,
         f"{link.latency_s * 1e3:.2f} ms",
         f"{format_bytes(link.bytes_per_s)}/s",
-        _via(link),
+        via_text(link),
     )
 
 
-def _via(link: Link) -> str:
+def via_text(link: Link) -> str:
     """Way of a link, in words."""
     if link.via is None:
         return "-"

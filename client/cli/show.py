@@ -243,7 +243,7 @@ def worker_row(status: WorkerStatus) -> tuple[str, ...]:
         status.worker,
         status.state,
         status.site,
-        status.address,
+        status.address + _reached(status),
         profile.device,
         _speed(profile),
         format_bytes(profile.memory_bytes),
@@ -251,6 +251,16 @@ def worker_row(status: WorkerStatus) -> tuple[str, ...]:
         ",".join(map(str, status.stages)) or _NONE,
         f"{status.beat_age_s:.1f} s ago",
     )
+
+
+def _reached(status: WorkerStatus) -> str:
+    """Ways to a worker beside its address, and whether it carries for others, in words."""
+    ways = [
+        "called back" if relay == status.worker else f"by {relay or 'the coordinator'}"
+        for relay in status.reached_by
+    ]
+    told = [*ways, *(["relays"] if status.offers_relay else [])]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _speed(profile: Profile) -> str:

@@ -429,7 +429,9 @@ class CoordinatorMetrics:
     def _sample_relays(self, view: CoordinatorView, relay: Switchboard) -> None:
         """Relays that carry, and what this host carried."""
         self._relayed.clear()
-        for carrier, num in Counts(view.relays.values()).items():
+        # Whoever is dialled by the other calls it back: nobody carries for the two.
+        carriers = (relay for (sender, _), relay in view.relays.items() if relay != sender)
+        for carrier, num in Counts(carriers).most_common(MAX_WORKERS):
             self._relayed.labels(carrier or "coordinator").set(num)
         self._relay_connections.set(relay.num_connections)
         self._relay_bytes.inc(relay.num_bytes - self._num_relayed)

@@ -156,7 +156,15 @@ class Roster:
             stages=stages,
             beat_age_s=max(0.0, now - entry.heard_at),
             measured_age_s=max(0.0, now - entry.measured_at),
+            offers_relay=entry.hello.offers_relay,
+            reached_by=self._reached_by(worker),
         )
+
+    def _reached_by(self, worker: WorkerId) -> tuple[WorkerId, ...]:
+        relays = self._machine.view.relays
+        # Whoever is dialled by the worker calls it back: its relay is that peer itself.
+        ways = {worker if relay == pair[0] else relay for pair, relay in relays.items() if pair[1] == worker}
+        return tuple(sorted(ways))
 
     def _state(self, worker: WorkerId, entry: Entry, *, has_work: bool) -> WorkerState:
         if worker in self._lost:

@@ -261,6 +261,20 @@ _WIRE = Row(
             unit=units.BytesPerSecondIEC,
         ),
         Panel(
+            title="Links by way of relays",
+            about="Directed pairs of workers that cannot dial each other, by who carries for them.",
+            queries=(_query("skein_relayed_links or vector(0)", "{{relay}}"),),
+        ),
+        Panel(
+            title="Bytes per second through relays",
+            about="The coordinator's host, and workers that relay or are called back.",
+            queries=(
+                _query("rate(skein_relay_bytes_total[$__rate_interval])", "coordinator"),
+                _query(_rate("skein_worker_relay_bytes_total", "worker"), "{{worker}}"),
+            ),
+            unit=units.BytesPerSecondIEC,
+        ),
+        Panel(
             title="Tensors held",
             about="Boundary tensors and shards that workers keep until their step commits.",
             queries=(_query("skein_worker_payload_bytes", "{{worker}}"),),

@@ -174,6 +174,10 @@ class WorkerStatus:
     beat_age_s: float
     measured_age_s: float = 0.0
     """Since it last measured its device, as far as this coordinator knows."""
+    offers_relay: bool = False
+    reached_by: tuple[WorkerId, ...] = ()
+    """Relays by which peers that cannot dial it reach it; its own name where it is called back over a connection that
+    it dialled, "" for the coordinator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ class Peers:
         self._me = me
         self._group = group
         self._dial = dial
-        self.dial_directly = dial_directly or dial
+        self._dial_directly = dial_directly or dial
         self._on_failed = on_failed
         self._on_taken = on_taken
         self._statistics = statistics
@@ -165,7 +165,7 @@ class Peers:
         Raises:
             RemoteError: the peer cannot be reached.
         """
-        dial = self.dial_directly if via is None else self._dial
+        dial = self._dial_directly if via is None else self._dial
         found = await measure_link(
             self._me,
             member,
@@ -185,7 +185,7 @@ class Peers:
 
     async def is_dialled(self, member: Member) -> bool:
         """Whether `member` answers at its address."""
-        dial = self.dial_directly(member.worker)
+        dial = self._dial_directly(member.worker)
         return await look_at(member, dial=dial, patience_s=LOOK_S) is Sight.REACHED
 
     def _pace(self, member: Member) -> PeerPace:

@@ -23,7 +23,7 @@ from skein.wire.codec import CARRY_PART, INCOMING, LISTEN_REQUEST
 from skein.wire.context import Context
 from skein.wire.extra import AnswerCall, CallPeer, Incoming
 from skein.wire.failures import refuse
-from skein.wire.identity.names import LOCAL, caller_of, worker_caller
+from skein.wire.identity.names import LOCAL, Caller, caller_of, worker_caller
 from skein.wire.serving.hosts import host_of, is_from_here
 from skein.wire.v1 import relay_pb2
 
@@ -53,11 +53,13 @@ class Switchboard:
     """Connections of one relay.
 
     Args:
-        is_offered: carry for everybody; else only for callers of this machine.
+        is_offered: carry for everybody; else only for whoever serves here: that calls back those who listen.
+        owner: whose server this is, where callers have certificates.
     """
 
-    def __init__(self, *, is_offered: bool) -> None:
+    def __init__(self, *, is_offered: bool, owner: Caller = LOCAL) -> None:
         self._is_offered = is_offered
+        self._owner = owner
         self.num_bytes = 0
         """Carried so far, in both directions."""
         self.num_refused = 0
@@ -127,7 +129,7 @@ class Switchboard:
 
     async def _call(self, wanted: CallPeer, end: _End) -> None:
         context = end.context
-        if not (self._is_offered or is_from_here(context.peer())):
+        if not (self._is_offered or self._is_owner(context)):
             await context.abort(
                 grpc.StatusCode.PERMISSION_DENIED, "this worker relays for itself only: see --relay"
             )
@@ -146,6 +148,13 @@ class Switchboard:
                 await self._join(end, other)
             finally:
                 other.is_over.set()
+
+    def _is_owner(self, context: Context) -> bool:
+        caller = caller_of(context)
+        if caller == LOCAL:
+            return is_from_here(context.peer())
+        # Connections that are carried come from this machine, too: the name decides.
+        return caller is not None and caller.host == self._owner.host
 
     async def _answered(self, process: Process) -> _End:
         """The other end, once whoever is called has opened it."""

@@ -808,6 +808,8 @@ class WorkerStatus(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     BEAT_AGE_S_FIELD_NUMBER: _builtins.int
     MEASURED_AGE_S_FIELD_NUMBER: _builtins.int
+    OFFERS_RELAY_FIELD_NUMBER: _builtins.int
+    REACHED_BY_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     site: _builtins.str
     address: _builtins.str
@@ -815,10 +817,15 @@ class WorkerStatus(_message.Message):
     job: _builtins.str
     beat_age_s: _builtins.float
     measured_age_s: _builtins.float
+    offers_relay: _builtins.bool
     @_builtins.property
     def profile(self) -> _ids_pb2.Profile: ...
     @_builtins.property
     def stages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def reached_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Relays; empty: the coordinator; the worker's own name: it is called back."""
+
     def __init__(
         self,
         *,
@@ -831,10 +838,12 @@ class WorkerStatus(_message.Message):
         stages: _abc.Iterable[_builtins.int] | None = ...,
         beat_age_s: _builtins.float = ...,
         measured_age_s: _builtins.float = ...,
+        offers_relay: _builtins.bool = ...,
+        reached_by: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_job", b"_job", "job", b"job", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_job", b"_job", "address", b"address", "beat_age_s", b"beat_age_s", "job", b"job", "measured_age_s", b"measured_age_s", "profile", b"profile", "site", b"site", "stages", b"stages", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_job", b"_job", "address", b"address", "beat_age_s", b"beat_age_s", "job", b"job", "measured_age_s", b"measured_age_s", "offers_relay", b"offers_relay", "profile", b"profile", "reached_by", b"reached_by", "site", b"site", "stages", b"stages", "state", b"state", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__job: _TypeAlias = _typing.Literal["job"]  # noqa: Y015
     _WhichOneofArgType__job: _TypeAlias = _typing.Literal["_job", b"_job"]  # noqa: Y015

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from client.cli import run
-from skein.types import JobState
+from client.cli.fleet import via_text
+from skein.protocol.messages.ways import COORDINATOR_RELAY
+from skein.types import JobState, WorkerId
 from skein.wire.v1 import jobs_pb2
 from skein.wire.views import Ended, StateChanged
 from tests.client.cli.said import Captured, lines
 from tests.client.conftest import Scripted
-from tests.client.scripted import event, step_body, worker
+from tests.client.scripted import event, link, step_body, worker
 from tests.client.test_sdk import assert_exported, keep_checkpoint
 
 
@@ -36,6 +38,25 @@ def test_workers_links_drain_and_cancel(capsys: Captured) -> None:
     for verb in (["workers"], ["links"], ["drain", "w1"], ["cancel", "first-job-1"]):
         assert run([*verb, "--json"]) == 0
         assert lines(capsys.readouterr().out)
+
+
+def test_workers_and_links_say_by_which_way_they_are_reached(coordinator: Scripted, capsys: Captured) -> None:
+    me = WorkerId("w1")
+    coordinator.script.workers = [
+        replace(worker("w1"), reached_by=(COORDINATOR_RELAY, me, WorkerId("w3"))),
+        replace(worker("w2"), offers_relay=True),
+    ]
+    assert run(["workers"]) == 0
+    out = capsys.readouterr().out
+    assert "127.0.0.1:9 (by the coordinator, called back, by w3)" in out
+    assert "127.0.0.1:9 (relays)" in out
+    vias = (None, COORDINATOR_RELAY, me, WorkerId("w3"))
+    assert [via_text(replace(link(), via=via)) for via in vias] == [
+        "-",
+        "the coordinator",
+        "called back",
+        "w3",
+    ]
 
 
 def test_a_job_is_paused_and_goes_on(coordinator: Scripted, capsys: Captured) -> None:

@@ -10,12 +10,14 @@ from skein.protocol.messages.reports import LinksMeasured
 from skein.protocol.messages.ways import Unreached
 from skein.protocol.worker.worker_io import Identity
 from skein.topology.fleet import Link
-from skein.types import WorkerId
+from skein.types import Incarnation, WorkerId
 from skein.wire.extra import DialBack
+from worker.transport.links import Sight
 from worker.transport.peers import Peers
 from worker.transport.reach.ways import WorkerWays
 
 _log = logging.getLogger(__name__)
+_MAX_UNDIALLED = 1024
 
 
 class Explorer:
@@ -25,6 +27,15 @@ class Explorer:
         self._me = DialBack(worker=me.worker, incarnation=me.incarnation, address=me.address)
         self._peers = peers
         self._ways = ways
+        self._undialled: dict[Incarnation, None] = {}
+
+    async def look_at(self, peer: Member) -> Sight:
+        """Whether a peer answers.
+
+        Where it never could be dialled, it is a router or another machine that says nobody is there: no death.
+        """
+        sight = await self._peers.look_at(peer)
+        return Sight.SILENT if sight is Sight.GONE and peer.incarnation in self._undialled else sight
 
     async def explore(self, peers: Sequence[Member]) -> LinksMeasured:
         """Links to these peers, and which of them cannot be reached so or so."""
@@ -37,7 +48,9 @@ class Explorer:
             via = None
             if is_dialled:
                 self._ways.forget(peer.worker)
+                self._undialled.pop(peer.incarnation, None)
             else:
+                self._remember(peer.incarnation)
                 unreached.append(Unreached(peer=peer.worker))
                 if (via := self._ways.via(peer.worker)) is None:
                     continue
@@ -51,3 +64,8 @@ class Explorer:
                 links += found.links
                 shut_out += [peer.worker] if found.is_dialled is False else []
         return LinksMeasured(links=tuple(links), unreached=tuple(unreached), shut_out=tuple(shut_out))
+
+    def _remember(self, undialled: Incarnation) -> None:
+        self._undialled[undialled] = None
+        if len(self._undialled) > _MAX_UNDIALLED:
+            del self._undialled[next(iter(self._undialled))]
