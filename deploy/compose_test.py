@@ -2,7 +2,7 @@
 
 Rules of this file
 - The standard library only: it runs where nothing of the project is installed. The client runs in a container on the
-  host's network, so it meets the coordinator as a user does: at the published port, with a copy of the token.
+  host's network, so it meets the coordinator as a user does: at the published ports, with an identity of its own.
 - Everything belongs to a project of its own, is waited for with a deadline, and is removed whatever happens.
 - Grafana is not started; what it would ask Prometheus is read from the dashboard that it is given.
 """
@@ -35,6 +35,14 @@ EXAMPLES = ROOT / "deploy/config/examples"
 JOB_FILE = "compose-text.yaml"
 NUM_WORKERS = 4
 NUM_STEPS = 40
+NUM_MORTAL_STEPS = 150
+MORTAL = (
+    f"budget.steps={NUM_MORTAL_STEPS}",
+    "parallel.stages=1",
+    "resources.min_workers=2",
+    "resources.max_workers=2",
+)
+"""Settings of jobs during which somebody dies: two of them have the whole fleet."""
 RULES = (
     (),
     ("aggregation.rule=diloco", "aggregation.local_steps=5"),
@@ -140,11 +148,12 @@ class Services:
     """One project of docker-compose, on ports and under a name that nothing else has."""
 
     def __init__(self) -> None:
-        names = ("SKEIN_PORT", "SKEIN_METRICS_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
+        names = ("SKEIN_PORT", "SKEIN_METRICS_PORT", "SKEIN_ENROL_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
         ports = dict(zip(names, free_ports(len(names)), strict=True))
         self.project = f"skein-test-{os.getpid()}"
         self.client_name = f"{self.project}-client"
         self.address = f"127.0.0.1:{ports['SKEIN_PORT']}"
+        self.enrol_address = f"127.0.0.1:{ports['SKEIN_ENROL_PORT']}"
         self.metrics_url = f"http://127.0.0.1:{ports['SKEIN_METRICS_PORT']}/metrics"
         self.prometheus_url = f"http://127.0.0.1:{ports['PROMETHEUS_PORT']}"
         # The environment wins over a `.env` that the owner of the checkout has written.
@@ -214,23 +223,25 @@ def is_healthy(container: str) -> bool:
 
 
 class Client:
-    """`skein` on the host's network, with a copy of the token that belongs to whoever runs this."""
+    """`skein` on the host's network, with an identity that belongs to whoever runs this."""
 
     def __init__(self, services: Services, folder: Path) -> None:
-        token = services.compose("exec", "-T", "coordinator", "cat", "/etc/skein/token")
         self._address = services.address
         self._name = services.client_name
         self._image = str(at(inspect(services.containers("coordinator")[0]), "Config", "Image"))
-        self._token_file = folder / "token"
-        self._token_file.touch(mode=0o600)
-        self._token_file.write_text(token)
+        self._folder = folder
+        line = services.compose(
+            "exec", "-T", "coordinator", "skein", "token", "create", "--role", "submitter"
+        )
+        places = ("--at", services.address, "--enrol-at", services.enrol_address)
+        run(self.command("join", line.strip(), "--name", "tester", *places))
 
-    def command(self, *arguments: str, has_token: bool = True) -> list[str]:
+    def command(self, *arguments: str, has_identity: bool = True) -> list[str]:
         container = ["docker", "run", "--rm", "--name", self._name, "--network", "host", "--read-only"]
         owner = ["--user", f"{os.getuid()}:{os.getgid()}", "--env", f"SKEIN_COORDINATOR={self._address}"]
         jobs = ["--volume", f"{EXAMPLES}:/jobs:ro"]
-        token = ["--volume", f"{self._token_file}:/token:ro", "--env", "SKEIN_TOKEN_FILE=/token"]
-        return [*container, *owner, *jobs, *(token if has_token else []), self._image, *arguments]
+        identity = ["--volume", f"{self._folder}:/config", "--env", "XDG_CONFIG_HOME=/config"]
+        return [*container, *owner, *jobs, *(identity if has_identity else []), self._image, *arguments]
 
     def ask(self, *arguments: str, limit_s: float = 60.0) -> list[Json]:
         """What a command says with `--json`, line by line."""
@@ -269,8 +280,10 @@ def check_images(services: Services) -> None:
 
 
 def check_stranger(client: Client) -> None:
-    done = attempt(client.command("jobs", has_token=False))
-    check(done.returncode == 1, f"a client without the token got exit code {done.returncode}: {done.stdout}")
+    done = attempt(client.command("jobs", has_identity=False))
+    check(
+        done.returncode == 1, f"a client without an identity got exit code {done.returncode}: {done.stdout}"
+    )
     check("Traceback" not in done.stderr, done.stderr)
 
 
@@ -288,6 +301,58 @@ def train(client: Client, *rule: str) -> str:
     # Even odds over 256 byte values are 5.55 nats; 40 steps reach about 2.9, of walkers with half the samples 3.3.
     check(isinstance(loss, float) and 1.0 < loss < 4.5, f"validation loss is {loss}")
     return job
+
+
+def check_deaths(services: Services, client: Client) -> list[str]:
+    """Two jobs at once, a worker of one of them killed, then the coordinator: both finish without a step lost.
+
+    Each stage has two holders, so that one may die; gives the jobs' ids.
+    """
+    settings = (
+        f"budget.steps={NUM_MORTAL_STEPS}",
+        "parallel.stages=1",
+        "resources.min_workers=2",
+        "resources.max_workers=2",
+    )
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    jobs = [str(at(client.ask("submit", f"/jobs/{JOB_FILE}", *overrides)[0], "job")) for _ in range(2)]
+    wait_until(partial(have_steps, client, jobs, 5), "both jobs train at once", JOB_S)
+    kill_all(services.containers("worker")[0])
+    wait_until(partial(have_incidents, client, jobs), "the death of a worker is noticed", JOB_S)
+    kill_all(services.containers("coordinator")[0])
+    services.wait_healthy("coordinator")
+    wait_until(partial(are_finished, client, jobs), "both jobs finish", JOB_S)
+    for job in jobs:
+        [status] = client.ask("status", job)
+        check(at(status, "step") == NUM_MORTAL_STEPS, f"{job}: {status}")
+        check(at(status, "num_steps_lost") == 0, f"{job}: {status}")
+    return jobs
+
+
+def kill_all(container: str) -> None:
+    """The container's processes die at once, and it is started again as after any crash."""
+    script = "import os, signal; os.kill(-1, signal.SIGKILL)"
+    _ = attempt(["docker", "exec", container, "python", "-c", script])
+
+
+def have_steps(client: Client, jobs: Sequence[str], count: int) -> bool:
+    """All these jobs run, and have so many steps."""
+    known = {at(status, "job"): status for status in client.ask("jobs")}
+    return all(
+        at(known[job], "state") == "running" and float(str(at(known[job], "step"))) >= count for job in jobs
+    )
+
+
+def have_incidents(client: Client, jobs: Sequence[str]) -> bool:
+    """One of these jobs has had a failure, and goes on."""
+    return any(client.ask("incidents", job) for job in jobs)
+
+
+def are_finished(client: Client, jobs: Sequence[str]) -> bool:
+    done = attempt(client.command("jobs", "--json"))
+    # The coordinator may be away still.
+    known = {at(x, "job"): at(x, "state") for x in map(json.loads, done.stdout.splitlines())}
+    return done.returncode == 0 and all(known.get(job) == "finished" for job in jobs)
 
 
 def dashboard_queries() -> Iterator[str]:
@@ -389,6 +454,9 @@ def test(services: Services, folder: Path) -> None:
     check_drain(services, client)
     check_restart(services, client, jobs)
     say("alerts are silent, a worker drained, the coordinator came back with its memory")
+    services.up()
+    mortal = check_deaths(services, client)
+    say(f"{' and '.join(mortal)} at once: a worker and the coordinator killed, no step lost")
 
 
 def main() -> int:

@@ -33,10 +33,10 @@ def _memory(text: str | None) -> int | None:
 @click.option(
     "--join",
     required=True,
-    metavar="HOST:PORT[,...]",
+    metavar="LINE|@FILE|HOST:PORT[,...]",
     envvar="SKEIN_COORDINATOR",
     show_envvar=True,
-    help="The coordinator, or it and its standbys.",
+    help="A line from skein token create, or the coordinator (and its standbys) where nobody needs one.",
 )
 @click.option("--name", show_default="the host's, a random ending", help="Of this worker among all.")
 @click.option("--site", default="default", help="Where this is. Workers of one site are near each other.")

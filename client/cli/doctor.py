@@ -106,8 +106,8 @@ def _data(job_file: Path, data_roots: tuple[Path, ...]) -> Iterator[DoctorFindin
 
 def _token() -> DoctorFinding:
     if target().token_file is None:
-        cure = "fine on one machine; beyond it give coordinator, workers and clients a token file"
-        return doubtful("token", "no token file", cure)
+        cure = "fine on one machine; beyond it join with a line from skein token create"
+        return doubtful("token", "no identity, and no token file", cure)
     try:
         _ = target().token()
     except UserError as error:

@@ -9,7 +9,7 @@ from tests.deploy.stack import COMPOSE_FILE, Value, listing, mapping, read_yaml,
 
 SERVICES = services()
 TEXT = COMPOSE_FILE.read_text(encoding="utf-8")
-LONG_RUNNING = sorted(SERVICES.keys() - {"init"})
+LONG_RUNNING = sorted(SERVICES.keys() - {"invitation"})
 VARIABLE = re.compile(r"\$\{(\w+)([^}]*)\}")
 NEWER_KEYS = {"gpus", "develop", "configs", "provider", "models", "attach", "post_start", "pre_stop"}
 """Of a service; docker-compose 1.29 refuses them."""
@@ -47,8 +47,9 @@ def test_only_this_machine_reaches_published_ports(name: str) -> None:
 
 
 def test_services_wait_for_what_they_cannot_start_without() -> None:
-    assert SERVICES["coordinator"]["depends_on"] == {"init": {"condition": "service_completed_successfully"}}
-    assert SERVICES["worker"]["depends_on"] == {"coordinator": {"condition": "service_healthy"}}
+    assert SERVICES["invitation"]["depends_on"] == {"coordinator": {"condition": "service_healthy"}}
+    invited = {"invitation": {"condition": "service_completed_successfully"}}
+    assert SERVICES["worker"]["depends_on"] == SERVICES["worker-gpu"]["depends_on"] == invited
     assert SERVICES["grafana"]["depends_on"] == {"prometheus": {"condition": "service_healthy"}}
 
 
@@ -58,11 +59,28 @@ def test_services_come_back_unless_they_ended_well(name: str) -> None:
     assert SERVICES[name]["restart"] == ("on-failure" if is_worker else "unless-stopped")
 
 
-def test_only_the_service_that_makes_the_token_can_change_it() -> None:
-    mounts = {name: [str(v) for v in listing(s["volumes"])] for name, s in SERVICES.items()}
-    holders = {name for name, volumes in mounts.items() if any(v.startswith("token:") for v in volumes)}
-    assert holders == {"init", "coordinator", "worker", "worker-gpu"}
-    assert {name for name, volumes in mounts.items() if "token:/etc/skein" in volumes} == {"init"}
+def mounts(volume: str) -> dict[str, str]:
+    """How each service that has a volume mounts it."""
+    found = {name: [str(x) for x in listing(s.get("volumes", []))] for name, s in SERVICES.items()}
+    return {name: x for name, volumes in found.items() for x in volumes if x.startswith(f"{volume}:")}
+
+
+def test_workers_are_invited_and_never_see_the_authority() -> None:
+    line = "invitation:/etc/skein"
+    assert mounts("invitation") == {"invitation": line, "worker": f"{line}:ro", "worker-gpu": f"{line}:ro"}
+    assert mounts("state") == {
+        "coordinator": "state:/var/lib/skein",
+        "invitation": "state:/var/lib/skein:ro",
+    }
+    for name in ("worker", "worker-gpu"):
+        command = [str(x) for x in listing(SERVICES[name]["command"])]
+        assert "--join=@/etc/skein/line" in command
+
+
+def test_nobody_comes_in_without_a_certificate() -> None:
+    assert "token-file" not in TEXT
+    assert "insecure" not in TEXT
+    assert "--host=0.0.0.0" in listing(SERVICES["coordinator"]["command"])
 
 
 def test_every_variable_has_a_default_and_stands_in_the_example() -> None:

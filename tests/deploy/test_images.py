@@ -2,11 +2,9 @@
 
 import asyncio
 import re
-import stat
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import pytest
@@ -14,10 +12,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from packaging.utils import canonicalize_name
 
 from deploy.docker.health import complaint
-from deploy.docker.make_token import make_token
 from deploy.docker.requirements import requirements
 from skein.wire.channel import bind, open_server
-from skein.wire.credentials import Credentials, Wallet, read_token
+from skein.wire.credentials import Credentials, Wallet
 from skein.wire.identity.authority import Authority
 from skein.wire.identity.names import COORDINATOR
 from tests.contract.source import ROOT
@@ -113,29 +110,6 @@ def test_health_is_asked_at_the_port_that_the_service_listens_on() -> None:
         [port] = re.findall(r'"127\.0\.0\.1:(\d+)"', stages()[stage])
         published = str(services()[service].get("ports", "")) + str(services()[service]["command"])
         assert port in published, service
-
-
-# --- the token ---
-
-
-def test_the_token_is_one_that_services_accept(tmp_path: Path) -> None:
-    assert make_token(tmp_path / "token")
-    assert len(read_token(tmp_path / "token")) == 64
-    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
-    assert [path.name for path in tmp_path.iterdir()] == ["token"]
-
-
-def test_a_token_that_is_there_stays(tmp_path: Path) -> None:
-    make_token(tmp_path / "token")
-    before = (tmp_path / "token").read_text()
-    assert not make_token(tmp_path / "token")
-    assert (tmp_path / "token").read_text() == before
-
-
-def test_a_token_that_was_begun_and_not_finished_is_made_anew(tmp_path: Path) -> None:
-    (tmp_path / "token.draft").write_text("0123")
-    assert make_token(tmp_path / "token")
-    assert len(read_token(tmp_path / "token")) == 64
 
 
 # --- health ---

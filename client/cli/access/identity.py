@@ -5,6 +5,7 @@ import getpass
 import re
 import socket
 import time
+from dataclasses import replace
 
 import click
 
@@ -16,6 +17,7 @@ from skein.wire.identity.enrolling import enrol
 from skein.wire.identity.joining import JoinLine
 from skein.wire.identity.names import CallerRole
 from skein.wire.identity.passport import utc_text
+from skein.wire.leader import split_addresses
 from skein.wire.process.config_dir import default_identity_file
 from skein.wire.views import KnownIdentity
 
@@ -25,9 +27,16 @@ _ROLES = [role.value for role in CallerRole if role is not CallerRole.COORDINATO
 @click.command
 @click.argument("line")
 @click.option("--name", show_default="USER-HOST", help="By which you are known there.")
-def join(line: str, name: str | None) -> None:
-    """Get an identity by a LINE from skein token create; other commands go where it leads from then on."""
+@click.option(
+    "--at", metavar="HOST:PORT", help="The coordinator, where the addresses of the line do not lead there."
+)
+@click.option("--enrol-at", metavar="HOST:PORT", help="The same for its port for newcomers.")
+def join(line: str, name: str | None, at: str | None, enrol_at: str | None) -> None:
+    """Get an identity by a LINE (or @FILE) from skein token create; other commands go where it leads from then on."""
     read = JoinLine.parse("line", line)
+    read = replace(read, addresses=at or read.addresses, enrol_addresses=enrol_at or read.enrol_addresses)
+    for option, addresses in (("--at", read.addresses), ("--enrol-at", read.enrol_addresses)):
+        _ = split_addresses(option, addresses)
     if read.role == CallerRole.WORKER:
         raise UserError("line", read.role, "it is for a worker: skein worker up --join LINE")
     passport = asyncio.run(enrol(read, name or _default_name(), clock=time.time))

@@ -4,6 +4,7 @@ import base64
 import json
 import zlib
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from cryptography import x509
 
@@ -11,6 +12,7 @@ from skein.errors import UserError
 from skein.wire.leader import split_addresses
 
 PREFIX = "skein1:"
+_MAX_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +33,13 @@ class JoinLine:
 
     @classmethod
     def parse(cls, field_name: str, text: str) -> "JoinLine":
-        """The line that `text` gives.
+        """The line that `text` gives, or the file that it names as @FILE: command lines are seen by others.
 
         Raises:
-            UserError: it is none, or not all of one; the error names `field_name`.
+            UserError: it is none, or not all of one, or cannot be read; the error names `field_name`.
         """
         hint = "paste the whole line that skein token create has printed"
-        body = text.strip().removeprefix(PREFIX)
+        body = _written(field_name, text).strip().removeprefix(PREFIX)
         try:
             raw = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))
             unpacked = zlib.decompressobj().decompress(raw, 1 << 16)
@@ -51,9 +53,20 @@ class JoinLine:
 
 
 def is_join_line(text: str) -> bool:
-    """Whether it is a line from `skein token create`, and not an address.
+    """Whether it is a line from `skein token create` or @FILE with one, and not an address.
 
-    >>> is_join_line("skein1:abc"), is_join_line("127.0.0.1:7411")
-    (True, False)
+    >>> [is_join_line(x) for x in ("skein1:abc", "@/etc/skein/line", "127.0.0.1:7411")]
+    [True, True, False]
     """
-    return text.strip().startswith(PREFIX)
+    return text.strip().startswith((PREFIX, "@"))
+
+
+def _written(field_name: str, text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        with Path(text[1:]).open(encoding="ascii") as file:
+            return file.read(_MAX_CHARACTERS)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UserError(field_name, text, f"cannot be read: {reason}") from error
