@@ -10,6 +10,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from typing import cast
 
 import grpc
 from grpc import aio
@@ -19,6 +20,7 @@ from skein.types import WorkerId
 from skein.wire.credentials import NO_CREDENTIALS, Credentials, Wallet
 from skein.wire.identity.callers import NamedCallers
 from skein.wire.identity.names import COORDINATOR, Caller, worker_caller
+from skein.wire.identity.passport import Passport
 from skein.wire.process.files import max_connections
 from skein.wire.serving.reading import Readable
 
@@ -185,18 +187,35 @@ def bind(
 def _add_port(server: aio.Server, address: str, wallet: Wallet | None, *, is_for_strangers: bool) -> int:
     if wallet is None:
         return server.add_insecure_port(address)
-    own = wallet
-
-    def now() -> grpc.ServerCertificateConfiguration:
-        # Asked at each handshake, so a renewed certificate needs no restart.
-        passport = own.passport
-        pair = (passport.key.encode(), passport.certificate.encode())
-        return grpc.ssl_server_certificate_configuration([pair], passport.authority.encode())
-
+    # None is for no change, which its stubs do not know.
+    news = cast("Callable[[], grpc.ServerCertificateConfiguration]", news_of(wallet))
     shown = grpc.dynamic_ssl_server_credentials(
-        now(), now, require_client_authentication=not is_for_strangers
+        _shown_by(wallet.passport), news, require_client_authentication=not is_for_strangers
     )
     return server.add_secure_port(address, shown)
+
+
+def news_of(wallet: Wallet) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
+    """What a server asks at each handshake: the certificate to show from now on, None while it is the same.
+
+    Never the same again: gRPC makes what it has anew then, in one thread, and may use it in another just when it is
+    gone, which ends the process (a check in its sync.cc) where many connect at once.
+    """
+    shown = wallet.passport
+
+    def news() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        if wallet.passport == shown:
+            return None
+        shown = wallet.passport
+        return _shown_by(shown)
+
+    return news
+
+
+def _shown_by(passport: Passport) -> grpc.ServerCertificateConfiguration:
+    pair = (passport.key.encode(), passport.certificate.encode())
+    return grpc.ssl_server_certificate_configuration([pair], passport.authority.encode())
 
 
 def try_address(host: str, port: int) -> None:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from skein.wire.channel import Lane, bind, open_channel, open_server
+from skein.wire.channel import Lane, bind, news_of, open_channel, open_server
 from skein.wire.credentials import Credentials, Wallet
 from skein.wire.identity.authority import Authority
 from skein.wire.identity.callers import NamedCallers
@@ -110,6 +110,14 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(tmp_path: Path) 
             await greet(target, wallet(ADMIN))
         ended.renew(AUTHORITY.certify(ended.passport.request(), COORDINATOR, now_s=NOW_S))
         assert await greet(target, wallet(ADMIN)) == ADMIN.uri
+
+
+def test_a_server_is_told_of_a_certificate_once() -> None:
+    own = Wallet(AUTHORITY.make_out(COORDINATOR, now_s=NOW_S))
+    news = news_of(own)
+    assert news() is None
+    own.renew(AUTHORITY.certify(own.passport.request(), COORDINATOR, now_s=NOW_S))
+    assert [news() is None for _ in range(3)] == [False, True, True]
 
 
 async def test_whoever_is_revoked_is_refused_and_calls_that_go_on_end() -> None:
