@@ -1,8 +1,10 @@
 """Tokens per second of two stages on two worker processes, beside one plain torch process with two threads.
 
+The same between certificates beside it in the clear.
+
     python -m bench.overhead [--runs 3] [--steps 6] [--json]
 
-Same machine, model and batch; the two take turns. The torch process may take 4 or 16 samples at once:
+Same machine, model and batch; all take turns. The torch process may take 4 or 16 samples at once:
 whichever is faster counts. Ends with one JSON line; exit code 1 if the goal is missed.
 """
 
@@ -33,6 +35,8 @@ from skein.types import JobState
 from skein.wire.views import StepFinished
 
 GOAL = 0.8
+SECURE_GOAL = 0.95
+"""Certificates may cost a twentieth of a step."""
 NUM_WARM_STEPS = 2
 """At the start of each run, not counted on either side."""
 _ALONE = """
@@ -98,16 +102,24 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
     args = parser.parse_args()
     skein: list[float] = []
+    secure: list[float] = []
     torch: dict[int, list[float]] = {2: [], 8: []}
-    with tempfile.TemporaryDirectory() as folder, running(Path(folder), 2) as cluster:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(Path(folder) / "clear", 2) as cluster,
+        running(Path(folder) / "secure", 2, has_certificates=True) as between_certificates,
+    ):
         for run in range(args.runs):
             job = make_job(f"overhead-{run}", steps=args.steps + NUM_WARM_STEPS)
             skein.append(through_skein(cluster, job))
+            secure.append(through_skein(between_certificates, job))
             for together, found in torch.items():
                 found.append(alone(job, together))
             if not args.json:
                 best = max(found[-1] for found in torch.values())
-                print(f"run {run}: skein {skein[-1]:.0f} tokens/s, torch {best:.0f} tokens/s")
+                print(
+                    f"run {run}: skein {skein[-1]:.0f} tokens/s, certificates {secure[-1]:.0f}, torch {best:.0f}"
+                )
     # The faster way of each turn: it may be another one every time.
     best_of = [max(turn) for turn in zip(*torch.values(), strict=True)]
     ratio = median(skein) / median(best_of)
@@ -121,7 +133,22 @@ def main() -> int:
         holds=ratio >= GOAL,
         spread=max(spread(skein), spread(best_of)),
     )
-    return finish("overhead", [row])
+    return finish("overhead", [row, secure_row(skein, secure)])
+
+
+def secure_row(clear: list[float], secure: list[float]) -> Row:
+    """What certificates cost: each run beside the one in the clear before it."""
+    shares = [one / other for one, other in zip(secure, clear, strict=True)]
+    return Row(
+        what="the same between certificates",
+        value=median(secure),
+        unit="tokens/s",
+        against=f"in the clear: {median(clear):.0f} tokens/s",
+        ratio=median(shares),
+        goal=f">= {SECURE_GOAL}",
+        holds=median(shares) >= SECURE_GOAL,
+        spread=spread(shares),
+    )
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def _add_port(server: aio.Server, address: str, wallet: Wallet | None, *, is_for
 
 
 def news_of(wallet: Wallet) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
-    """What a server asks at each handshake: the certificate to show from now on, None while it is the same.
+    """Question of a server at each handshake: the certificate to show from now on, None while it is the same.
 
     Never the same again: gRPC makes what it has anew then, in one thread, and may use it in another just when it is
     gone, which ends the process (a check in its sync.cc) where many connect at once.
