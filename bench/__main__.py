@@ -10,6 +10,7 @@ NAMES = (
     "overhead",
     "plan",
     "recovery",
+    "relay",
     "scale",
     "wire",
 )
