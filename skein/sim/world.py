@@ -16,7 +16,7 @@ from skein.protocol.coordinator.coordinator_io import ReportArrived, Send, Strea
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, JobHeld, JobSubmitted, Record, RolledBack
 from skein.protocol.messages.directives import Member
-from skein.protocol.messages.reports import Hello, LinksMeasured, PeersSeen, Report
+from skein.protocol.messages.reports import Hello, PeersSeen, Report
 from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
 from skein.protocol.worker.worker import Worker
@@ -74,12 +74,17 @@ class World(SimService):
         self.transport = Transport(self.clock, self.network, self.workers, give=self._give)
         self._streams = Streams(self, self.network, self.workers, take=self._take_directive, give=self._give)
         self.network.on_changed = self._streams.pass_on
+        self.network.is_up = lambda carrier: (
+            self.coordinator is not None if carrier == COORDINATOR else carrier in self.workers
+        )
         self.times_as_long: Callable[[], float] = lambda: 1.0
         """Drawn for each op: what else goes on at its worker's machine."""
         self._new_executor = new_executor
         self._num_incarnations = 0
         self.submitted: dict[str, JobSpec] = {}
         """Jobs that clients have handed in, by key."""
+        self.relays: frozenset[WorkerId] = frozenset()
+        """Workers that relay, from their next start on."""
         self.has_liars = False
         """Whether a worker may lie: losses are no measure then, nor how long a job takes."""
 
@@ -122,6 +127,7 @@ class World(SimService):
             profile=profile,
             host=f"host of {name}",
             secret=f"secret of {name}",
+            offers_relay=name in self.relays,
         )
         self.kill_worker(name)
         self.network.place(name, site)
@@ -335,13 +341,10 @@ class World(SimService):
             case io.MeasureDevice():
                 self.clock.after(0.5, partial(self._give, worker, _measured(worker)))
             case io.MeasureLinks():
-                links = tuple(
-                    link
-                    for peer in command.peers
-                    if peer.worker in self.workers
-                    for link in (self.network.link(name, peer.worker), self.network.link(peer.worker, name))
-                )
-                self.clock.after(0.5, partial(self._give, worker, LinksMeasured(links=links)))
+                peers = [peer.worker for peer in command.peers if peer.worker in self.workers]
+                self.clock.after(0.5, partial(self._give, worker, self.network.probe(name, peers)))
+            case io.TakeWays():
+                self.network.take_ways(name, command.ways)
             case io.LookAtPeers():
                 seen = self._seen_by(name, command.peers)
                 self.clock.after(LOOK_S, partial(self._give, worker, seen))

@@ -147,6 +147,13 @@ def test_of_the_relays_that_both_reach_the_quickest_is_taken(rate: float, best: 
     assert (ground.way(A, B), ground.way(B, A)) == (best, best)
 
 
+@pytest.mark.parametrize("order", [(R, A, B), (A, R, B), (A, B, R)])
+def test_a_relay_is_taken_whenever_it_comes(order: tuple[WorkerId, ...]) -> None:
+    ground = Ground(shut=behind_nat(A, B), offered={R}, rates={R: QUICK})
+    ground.join(*order)
+    assert (ground.way(A, B), ground.way(B, A)) == (R, R)
+
+
 def test_a_worker_that_does_not_offer_itself_carries_for_nobody() -> None:
     ground = Ground(shut=behind_nat(A, B), rates={R: QUICK})
     ground.join(R, A, B)

@@ -114,6 +114,12 @@ class Relaying:
                 self._asked.discard((peer, worker))
             else:
                 self._tried[_ordered(worker, peer)][via] = tuple(links)
+        # A relay may have been found that both ends dial, and was not tried.
+        peers |= {
+            to
+            for (sender, to), relay in self._relays.items()
+            if sender == worker and relay not in (sender, to)
+        }
         for peer in sorted(peers):
             yield from self._settle(worker, peer)
         yield from self._tell()

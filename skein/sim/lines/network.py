@@ -2,14 +2,18 @@
 
 Rules of this file
 - A cut link is a black hole: nothing arrives, nobody is told. Cuts are counted, so that faults may overlap.
+- Whoever is walled in dials out and is dialled by nobody. Tensors to it take the way that the sender was told: over the
+  receiver's own connection, or by a relay, whose links they take one after the other.
 - The coordinator has a place too, in the first site, so that what cuts sites off cuts control streams.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from skein import rng
+from skein.protocol.messages.reports import LinksMeasured
+from skein.protocol.messages.ways import COORDINATOR_RELAY, Unreached, Ways
 from skein.topology.fleet import Link
 from skein.types import SiteId, WorkerId
 
@@ -59,6 +63,11 @@ class Network:
         self._cut: Counter[tuple[WorkerId | SiteId, WorkerId | SiteId]] = Counter()
         self._weather: dict[Pair, Weather] = {}
         self._luck = rng.stream(seed, "weather")
+        self.walled: set[WorkerId] = set()
+        """Workers that nobody can dial."""
+        self.is_up: Callable[[WorkerId], bool] = lambda _: True
+        """Whether a process is there that could relay: a worker's, or the coordinator's."""
+        self._ways: dict[WorkerId, dict[WorkerId, WorkerId]] = {}
 
     def place(self, worker: WorkerId, site: SiteId) -> None:
         """Say where a worker is."""
@@ -90,8 +99,31 @@ class Network:
         self._cut.clear()
         self.on_changed()
 
+    def take_ways(self, worker: WorkerId, told: Ways) -> None:
+        """Have a worker send by these ways from now on."""
+        self._ways[worker] = {way.peer: way.relay.worker for way in told.ways}
+
     def is_cut(self, sender: WorkerId, receiver: WorkerId) -> bool:
-        """Whether nothing gets from one to the other."""
+        """Whether nothing gets from one to the other, by the way that there is."""
+        hops = self._hops(sender, receiver)
+        return not hops or any(self._is_cut(*hop) for hop in hops)
+
+    def _hops(self, sender: WorkerId, receiver: WorkerId) -> tuple[Pair, ...]:
+        """Links that tensors take, none where there is no way."""
+        if receiver not in self.walled or COORDINATOR in (sender, receiver):
+            return ((sender, receiver),)
+        relay = self._ways.get(sender, {}).get(receiver)
+        return () if relay is None else self._carried(sender, receiver, relay)
+
+    def _carried(self, sender: WorkerId, receiver: WorkerId, relay: WorkerId) -> tuple[Pair, ...]:
+        """Links by way of a relay; none where it is gone, or cannot be dialled by both."""
+        if relay in (sender, receiver):
+            return () if relay in self.walled else ((sender, receiver),)
+        carrier = COORDINATOR if relay == COORDINATOR_RELAY else relay
+        is_there = self.is_up(carrier) and carrier not in self.walled
+        return ((sender, carrier), (carrier, receiver)) if is_there else ()
+
+    def _is_cut(self, sender: WorkerId, receiver: WorkerId) -> bool:
         between = (self._site_of[sender], self._site_of[receiver])
         return self._cut[sender, receiver] > 0 or self._cut[between] > 0
 
@@ -106,11 +138,38 @@ class Network:
         latency_s, bytes_per_s = self._between[self._site_of[sender], self._site_of[receiver]]
         return Link(sender=sender, receiver=receiver, latency_s=latency_s, bytes_per_s=bytes_per_s)
 
+    def probe(self, worker: WorkerId, peers: Sequence[WorkerId]) -> LinksMeasured:
+        """Report of a worker that probes these peers: by dialling them, else by the way that it was told."""
+        links: list[Link] = []
+        unreached: list[Unreached] = []
+        for peer in peers:
+            if peer not in self.walled:
+                links += [self.link(worker, peer), self.link(peer, worker)]
+                continue
+            unreached.append(Unreached(peer=peer))
+            if (relay := self._ways.get(worker, {}).get(peer)) is None:
+                continue
+            if self.is_cut(worker, peer):
+                unreached.append(Unreached(peer=peer, via=relay))
+            else:
+                hops = [self.link(*hop) for hop in self._hops(worker, peer)]
+                latency_s, rate = sum(x.latency_s for x in hops), min(x.bytes_per_s for x in hops)
+                ends = Link(sender=worker, receiver=peer, latency_s=latency_s, bytes_per_s=rate, via=relay)
+                links += [ends, replace(ends, sender=peer, receiver=worker)]
+        dialled = [peer for peer in peers if peer not in self.walled]
+        shut_out = tuple(dialled) if worker in self.walled else ()
+        return LinksMeasured(links=tuple(links), unreached=tuple(unreached), shut_out=shut_out)
+
     def arrival_s(self, sender: WorkerId, receiver: WorkerId, num_bytes: int, *, now: float) -> float | None:
-        """Time at which the last byte arrives, behind what the link carries already; None if the link is cut."""
-        pair = (sender, receiver)
+        """Time at which the last byte arrives, behind what links carry already; None if the way is cut."""
         if self.is_cut(sender, receiver):
             return None
+        for hop in self._hops(sender, receiver):
+            now = self._passed_s(*hop, num_bytes, now=now)
+        return now
+
+    def _passed_s(self, sender: WorkerId, receiver: WorkerId, num_bytes: int, *, now: float) -> float:
+        pair = (sender, receiver)
         latency_s, bytes_per_s = self._between[self._site_of[sender], self._site_of[receiver]]
         weather = self._weather.get(pair, FAIR)
         start = max(now, self._free_at.get(pair, 0.0))
