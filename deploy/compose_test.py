@@ -308,13 +308,7 @@ def check_deaths(services: Services, client: Client) -> list[str]:
 
     Each stage has two holders, so that one may die; gives the jobs' ids.
     """
-    settings = (
-        f"budget.steps={NUM_MORTAL_STEPS}",
-        "parallel.stages=1",
-        "resources.min_workers=2",
-        "resources.max_workers=2",
-    )
-    overrides = [word for setting in settings for word in ("--set", setting)]
+    overrides = [word for setting in MORTAL for word in ("--set", setting)]
     jobs = [str(at(client.ask("submit", f"/jobs/{JOB_FILE}", *overrides)[0], "job")) for _ in range(2)]
     wait_until(partial(have_steps, client, jobs, 5), "both jobs train at once", JOB_S)
     kill_all(services.containers("worker")[0])
