@@ -52,18 +52,22 @@ class _RemoteCommand(click.Command):
             timeout=params.pop("timeout"),
             identity_file=params.pop("identity_file"),
         )
-        if ctx.get_parameter_source("coordinator") is ParameterSource.DEFAULT:
-            ctx.obj = _joined(ctx.obj)
+        ctx.obj = _joined(
+            ctx.obj, is_named=ctx.get_parameter_source("coordinator") is not ParameterSource.DEFAULT
+        )
         return super().invoke(ctx)
 
 
-def _joined(given: Target) -> Target:
-    """The coordinator that this user has joined, where nothing else was said."""
+def _joined(given: Target, *, is_named: bool) -> Target:
+    """The coordinator that this user has joined, and the identity there, where nothing or that one `is_named`."""
     file = given.identity_file or (default_identity_file() if default_identity_file().exists() else None)
     if file is None or given.token_file is not None:
         return given
     addresses = Passport.load(file).addresses
-    return replace(given, coordinator=addresses or given.coordinator, identity_file=file)
+    if not is_named:
+        return replace(given, coordinator=addresses or given.coordinator, identity_file=file)
+    is_there = not set(given.coordinator.split(",")).isdisjoint(addresses.split(","))
+    return replace(given, identity_file=file) if is_there else given
 
 
 def remote_command(function: Callable[..., object]) -> click.Command:

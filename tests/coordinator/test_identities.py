@@ -212,10 +212,13 @@ async def test_by_the_command_one_makes_a_line_another_joins_and_is_revoked(
         by_admin = ("--coordinator", known.target, "--identity", admin)
         code, line, told = await says("token", "create", "--role", "viewer", *by_admin)
         assert (code, told.split()[-4:]) == (0, ["times:", "skein", "join", "LINE"])
-        code, told, _ = await says("join", line.strip(), "--name", "ada")
+        (tmp_path / "line").write_text(line)
+        elsewhere = known.target.replace("127.0.0.1", "localhost")
+        code, told, _ = await says("join", f"@{tmp_path / 'line'}", "--name", "ada", "--at", elsewhere)
         assert code == 0
-        assert told.startswith(f"joined {known.target} as viewer ada of default")
-        assert (await says("workers", "--json"))[0] == 0
+        assert told.startswith(f"joined {elsewhere},{known.target} as viewer ada of default")
+        for named in ((), ("--coordinator", elsewhere)):
+            assert (await says("workers", "--json", *named))[0] == 0
         code, _, told = await says("drain", "w1")
         assert (code, "viewer ada may not call Drain" in told) == (1, True)
         code, told, _ = await says("identity", "revoke", "viewer", "ada", *by_admin)
@@ -224,6 +227,9 @@ async def test_by_the_command_one_makes_a_line_another_joins_and_is_revoked(
         assert (code, "viewer ada was revoked" in told) == (1, True)
         code, _, told = await says("join", line.strip(), "--name", "eve")
         assert (code, "is used up" in told) == (2, True)
+        code, _, told = await says("workers", "--coordinator", known.target)
+        assert (code, "viewer ada was revoked" in told) == (1, True)
+        (tmp_path / "config" / "skein" / "identity.json").unlink()
         code, _, told = await says("workers", "--coordinator", known.target)
         assert (code, "it may want a certificate" in told) == (1, True)
 
