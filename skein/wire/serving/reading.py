@@ -1,5 +1,6 @@
 """Requests that are no message of their method: refused with a sentence, where gRPC would print a traceback."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from inspect import isasyncgen, isawaitable
@@ -12,6 +13,8 @@ from grpc import aio
 from skein.wire.context import Context, Parse
 
 Method: TypeAlias = "grpc.RpcMethodHandler[object, object]"
+_WRITTEN_S = 1.0
+"""Whoever reads nothing is not waited for any longer."""
 Behaviour = Callable[[object, Context], object]
 
 
@@ -67,8 +70,19 @@ async def answer(answered: object, context: Context) -> object:
         return await answered if isawaitable(answered) else answered
     async with aclosing(answered):
         async for message in answered:
-            await context.write(message)
+            await _write(message, context)
     return None
+
+
+async def _write(message: object, context: Context) -> None:
+    """Reply, written. A call that is cancelled waits for it a little: gRPC takes no status beside a message."""
+    writing = asyncio.ensure_future(context.write(message))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        writing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait((writing,), timeout=_WRITTEN_S)
+        raise
 
 
 class _Requests:
