@@ -354,7 +354,7 @@ async def test_a_failure_beside_the_driver_ends_the_coordinator(
 ) -> None:
     monkeypatch.setattr(serving, "SAMPLE_S", 0.0)
 
-    def sample(self: CoordinatorMetrics, *args: object, num_streams: int, lag_s: float, now: float) -> None:
+    def sample(self: CoordinatorMetrics, *args: object, **about: object) -> None:
         raise ArithmeticError("no such number")
 
     monkeypatch.setattr(CoordinatorMetrics, "sample", sample)
