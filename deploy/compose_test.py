@@ -35,7 +35,7 @@ EXAMPLES = ROOT / "deploy/config/examples"
 JOB_FILE = "compose-text.yaml"
 NUM_WORKERS = 4
 NUM_STEPS = 40
-NUM_MORTAL_STEPS = 150
+NUM_MORTAL_STEPS = 80
 MORTAL = (
     f"budget.steps={NUM_MORTAL_STEPS}",
     "parallel.stages=1",
@@ -315,7 +315,7 @@ def check_deaths(services: Services, client: Client) -> list[str]:
     wait_until(partial(have_incidents, client, jobs), "the death of a worker is noticed", JOB_S)
     kill_all(services.containers("coordinator")[0])
     services.wait_healthy("coordinator")
-    wait_until(partial(are_finished, client, jobs), "both jobs finish", JOB_S)
+    wait_until(partial(are_finished, client, jobs), "both jobs finish", 2 * JOB_S)
     for job in jobs:
         [status] = client.ask("status", job)
         check(at(status, "step") == NUM_MORTAL_STEPS, f"{job}: {status}")

@@ -105,6 +105,8 @@ async def test_a_silent_call_without_the_token_is_over_at_once(tmp_path: Path, m
 
 NO_MESSAGE = b"\x0f\xff"
 """Of a wire type that there is not."""
+WITH_CERTIFICATES = ("skein.wire.v1.Enrol", "skein.wire.v1.Identities")
+"""Services that a coordinator has where it makes certificates out."""
 
 
 async def test_bytes_that_are_no_message_are_refused_in_a_sentence_whatever_the_method(
@@ -112,6 +114,8 @@ async def test_bytes_that_are_no_message_are_refused_in_a_sentence_whatever_the_
 ) -> None:
     async with strangers(tmp_path, token=TOKEN) as channel:
         for method in (method for method in methods() if not method.is_workers):
+            if method.path.split("/")[1] in WITH_CERTIFICATES:
+                continue
             call = channel.stream_stream(method.path, None, None)(iter([NO_MESSAGE]))
             assert await call.code() is StatusCode.INVALID_ARGUMENT, method.path
             assert f"no request of {method.path.rpartition('/')[2]}" in (await call.details() or "")

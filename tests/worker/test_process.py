@@ -172,7 +172,8 @@ async def test_links_are_measured_in_both_directions() -> None:
         links = (await sessions[WorkerId("w0")].heard(LinksMeasured)).links
         assert [(link.sender, link.receiver) for link in links] == [("w0", "w1"), ("w1", "w0")]
         assert all(link.bytes_per_s > 0 and link.latency_s > 0 for link in links)
-        gone = replace(nobody, address="127.0.0.1:1")
+        # Another than could never be dialled: of that one a refusal says nothing.
+        gone = replace(nobody, incarnation=Incarnation("i8"), address="127.0.0.1:1")
         sessions[WorkerId("w0")].say(Look(peers=(gone, peer)))
         seen = await sessions[WorkerId("w0")].heard(PeersSeen)
         assert (seen.reached, seen.gone) == ((peer.incarnation,), (gone.incarnation,))

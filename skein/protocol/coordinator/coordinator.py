@@ -33,7 +33,7 @@ from skein.protocol.messages import reports
 from skein.protocol.messages.directives import Dismiss, Measure, Probe, Refused, Welcome
 from skein.protocol.messages.positions import LogPosition
 from skein.topology.fleet import Link
-from skein.types import Incarnation, JobId, WorkerId
+from skein.types import DEFAULT_NAMESPACE, Incarnation, JobId, WorkerId
 
 NUM_PROBED_PEERS = 16
 """A newcomer measures at most so many links; the rest stay unknown."""
@@ -180,7 +180,7 @@ class Coordinator:
             spec=spec,
             wall_s=now,
             begins=event.begins,
-            namespace=event.namespace,
+            namespace="" if event.namespace == DEFAULT_NAMESPACE else event.namespace,
         )
         self._outbox.record(submitted)
         self._outbox.log("submitted", job=job)

@@ -49,7 +49,7 @@ class JobSubmitted:
     wall_s: float
     begins: Beginning | None = None
     namespace: str = ""
-    """Owner; older logs have none, which is the default one."""
+    """Owner; empty for the default one, and in older logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

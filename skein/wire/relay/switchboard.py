@@ -22,9 +22,9 @@ from skein.types import Incarnation, WorkerId
 from skein.wire.codec import CARRY_PART, INCOMING, LISTEN_REQUEST
 from skein.wire.context import Context
 from skein.wire.extra import AnswerCall, CallPeer, Incoming
-from skein.wire.failures import refuse
 from skein.wire.identity.names import LOCAL, Caller, caller_of, worker_caller
 from skein.wire.serving.hosts import host_of, is_from_here
+from skein.wire.serving.reading import refuse_unreadable
 from skein.wire.v1 import relay_pb2
 
 MAX_CONNECTIONS = 512
@@ -117,8 +117,8 @@ class Switchboard:
                 first = CARRY_PART.from_bytes(await anext(parts))
         except (TimeoutError, StopAsyncIteration):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a connection begins with whose it is")
-        except RemoteError as error:
-            await refuse(context, error)
+        except RemoteError:
+            await refuse_unreadable(context, "Carry")
         match first:
             case CallPeer():
                 await self._call(first, _End(parts, context))

@@ -14,7 +14,7 @@ from skein.wire.context import Context, Parse
 
 Method: TypeAlias = "grpc.RpcMethodHandler[object, object]"
 _WRITTEN_S = 1.0
-"""Whoever reads nothing is not waited for any longer."""
+"""A reader that takes nothing is not waited for any longer."""
 Behaviour = Callable[[object, Context], object]
 
 
@@ -42,7 +42,7 @@ class Readable(aio.ServerInterceptor):  # type: ignore[type-arg]
         def guarded(behaviour: Behaviour) -> Callable[[object, Context], Awaitable[object]]:
             async def read(request: object, context: Context) -> object:
                 if request is _UNREADABLE:
-                    await _refuse(context, name)
+                    await refuse_unreadable(context, name)
                 if is_streaming:
                     request = _Requests(cast("AsyncIterator[object]", request), context, name)
                 return await answer(behaviour(request, context), context)
@@ -103,7 +103,7 @@ class _Requests:
             self._iterator = aiter(self._messages)
         message = await anext(self._iterator)
         if message is _UNREADABLE:
-            await _refuse(self._context, self._name)
+            await refuse_unreadable(self._context, self._name)
         return message
 
 
@@ -117,6 +117,7 @@ def _forgiving(parse: Parse) -> Parse:
     return read
 
 
-async def _refuse(context: Context, name: str) -> NoReturn:
+async def refuse_unreadable(context: Context, name: str) -> NoReturn:
+    """End a call of the method of that name, whose request cannot be read."""
     text = f"what was sent is no request of {name.rpartition('/')[2]}: another release, or no client of ours"
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)

@@ -234,7 +234,7 @@ class JobSubmitted(_message.Message):
     """Canonical JSON."""
     wall_s: _builtins.float
     namespace: _builtins.str
-    """Empty in older logs: the default one."""
+    """Empty: the default one."""
     @_builtins.property
     def begins(self) -> _ids_pb2.Beginning: ...
     def __init__(

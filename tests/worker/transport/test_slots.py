@@ -121,6 +121,9 @@ class Gone:
     def peer(self) -> str:
         return "ipv4:10.0.0.7:4711"
 
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
     async def write(self, message: object) -> None:
         raise asyncio.CancelledError
 
