@@ -140,7 +140,8 @@ class IdentityOffice:
         """Renew the coordinator's own certificate, and the admin's beside it, when a third of its life is left."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            self.look()
+            # On a thread: a disk that takes its time must not cost the lease.
+            await asyncio.to_thread(self.look)
 
     def look(self) -> None:
         """Renew them if that is due, and say that this coordinator is there."""

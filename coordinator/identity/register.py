@@ -89,8 +89,9 @@ class Register:
         self._database.executescript(_TABLES)
 
     def close(self) -> None:
-        """Let go of the file."""
-        self._database.close()
+        """Let go of the file, once whoever is at it is done."""
+        with self._lock:
+            self._database.close()
 
     def new_token(
         self, role: CallerRole, namespace: str, *, life_s: float, uses: int, now_s: float

@@ -1,7 +1,6 @@
 """Calls that the audit log has: all that change something, and all that failed for want of a right."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, cast
 
@@ -10,11 +9,10 @@ from grpc import aio
 
 from coordinator.records.audit import AuditLog
 from skein.errors import LocalError, SkeinError
-from skein.wire.context import Context, Parse
+from skein.wire.context import Context
 from skein.wire.identity.names import caller_of
-from skein.wire.serving.health import HEALTH_SERVICE
 from skein.wire.serving.hosts import host_of
-from skein.wire.serving.reading import Behaviour, Method, answer, with_behaviour
+from skein.wire.serving.reading import Around, Behaving, Behaviour, answer
 
 QUIET: Final = frozenset(
     {
@@ -39,26 +37,14 @@ _ABOUT = ("job", "from_job", "worker", "role", "name", "namespace", "token", "ke
 """Fields of requests and replies that say what a call is about; none of them is secret."""
 
 
-class Audited(aio.ServerInterceptor):  # type: ignore[type-arg]
+class Audited(Around):
     """Inside of what makes a status of errors, outside of what looks who calls. A method that is new is noted."""
 
     def __init__(self, audit: AuditLog) -> None:
         self._audit = audit
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Method]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Method:
-        method = cast("Method | None", await continuation(handler_call_details))
-        service, _, name = handler_call_details.method.rpartition("/")
-        if method is None or service == HEALTH_SERVICE:
-            return cast("Method", method)
-        audited = partial(self._audited, f"{service.rpartition('.')[2]}/{name}")
-        return with_behaviour(method, audited, cast(Parse, method.request_deserializer))
-
-    def _audited(self, method: str, behaviour: Behaviour) -> Callable[[object, Context], Awaitable[object]]:
-        return partial(self._answer, method, behaviour)
+    def around(self, path: str, behaviour: Behaviour) -> Behaving:
+        return partial(self._answer, path.rpartition(".")[2], behaviour)
 
     async def _answer(self, method: str, behaviour: Behaviour, request: object, context: Context) -> object:
         try:

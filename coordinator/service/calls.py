@@ -1,8 +1,7 @@
 """Rules that hold for every call: errors become a status by one table, and each refusal is counted by its reason."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Callable
 from typing import cast
 
 import grpc
@@ -10,10 +9,9 @@ from grpc import aio
 
 from skein.errors import SkeinError, UserError
 from skein.storage.outside import NoRoomError
-from skein.wire.context import Context, Parse
+from skein.wire.context import Context
 from skein.wire.failures import refuse, status_of
-from skein.wire.serving.health import HEALTH_SERVICE
-from skein.wire.serving.reading import Behaviour, Method, answer, with_behaviour
+from skein.wire.serving.reading import Around, Behaving, Behaviour, answer
 
 
 class NotFoundError(UserError):
@@ -38,32 +36,19 @@ CountRefusal = Callable[[str, str], None]
 """Told (method, reason) of a call that failed; the method is one of ours, or "unknown"."""
 
 
-class Calls(aio.ServerInterceptor):  # type: ignore[type-arg]
+class Calls(Around):
     """Outermost of the interceptors. Methods that nobody registered stay unimplemented: deny by default."""
 
     def __init__(self, count: CountRefusal) -> None:
         self._count = count
         self._num_calls = 0
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Method]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Method:
-        method = cast("Method | None", await continuation(handler_call_details))
-        if method is None:
-            self._count("unknown", "unimplemented")
-            # grpc answers UNIMPLEMENTED when there is nothing to call.
-            return cast("Method", method)
-        service, _, name = handler_call_details.method.rpartition("/")
-        # Health has bounds of its own, for whoever asks for it has not proved to be anybody.
-        return method if service == HEALTH_SERVICE else self._guard(method, name)
+    def missed(self) -> None:
+        self._count("unknown", "unimplemented")
 
-    def _guard(self, method: Method, name: str) -> Method:
-        guarded = partial(self._guarded, name=name)
-        return with_behaviour(method, guarded, cast(Parse, method.request_deserializer))
+    def around(self, path: str, behaviour: Behaviour) -> Behaving:
+        name = path.rpartition("/")[2]
 
-    def _guarded(self, behaviour: Behaviour, name: str) -> Callable[[object, Context], Awaitable[object]]:
         async def guarded(request: object, context: Context) -> object:
             reason: str | None = "internal"
             if self._num_calls >= MAX_CALLS:

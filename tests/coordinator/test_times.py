@@ -9,16 +9,15 @@ import pytest
 from coordinator.page.bars import bars_of
 from coordinator.records.journal import Journal
 from coordinator.telling.metrics import CoordinatorMetrics
-from coordinator.telling.status import Roster, brief_status, job_status
+from coordinator.telling.status import brief_status, job_status
 from skein.config.job import PlanSpec
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.log.records import Record
 from skein.sim.scenario import make_world
 from skein.sim.world import World
 from skein.types import JobId
-from skein.wire.relay.switchboard import Switchboard
 from skein.wire.views import JobStatus
-from tests.coordinator.test_metrics import samples
+from tests.coordinator.test_metrics import sampled, samples
 from tests.support.jobs import small_job
 from tests.support.worlds import fleet_of, plan_of, run_until, version_of, worker
 
@@ -135,14 +134,7 @@ def test_stages_with_fewer_holders_than_asked_are_told_in_the_status_the_log_and
     assert any(f"short: {short.words}" in line for line in made.lines)
     assert brief_status(job_status(now.view, Journal(nothing_kept), JOB)).shortfalls == ()
     metrics.recorded(made.log)
-    metrics.sample(
-        now.view,
-        Roster(now).workers(now=0.0),
-        relay=Switchboard(is_offered=True),
-        num_streams=0,
-        lag_s=0.0,
-        now=0.0,
-    )
+    sampled(metrics, now, now=0.0)
     found = samples(metrics)
     told = {labels: value for (name, labels), value in found.items() if name == "skein_stage_holders"}
     # Labels from the last by name: stage, kind, job.
@@ -156,14 +148,7 @@ def test_stages_with_fewer_holders_than_asked_are_told_in_the_status_the_log_and
 def test_metrics_have_the_step_and_the_ops_of_each_stage_in_both_kinds() -> None:
     now, metrics = machine(version=12), CoordinatorMetrics()
     metrics.recorded(world(version=12).log)
-    metrics.sample(
-        now.view,
-        Roster(now).workers(now=0.0),
-        relay=Switchboard(is_offered=True),
-        num_streams=0,
-        lag_s=0.0,
-        now=0.0,
-    )
+    sampled(metrics, now, now=0.0)
     found = samples(metrics)
     assert found["skein_plan_step_seconds", ("planned", JOB)] == plan_of(world(version=12)).predicted_step_s
     assert found["skein_plan_step_seconds", ("measured", JOB)] == now.measured[JOB].step_s

@@ -2,23 +2,20 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
-from typing import cast
 
 import grpc
-from grpc import aio
 
-from skein.wire.context import Context, Parse
+from skein.wire.context import Context
 from skein.wire.identity.names import LOCAL, Caller, CallerRole, caller_of
 from skein.wire.identity.roles import why_barred
-from skein.wire.serving.health import HEALTH_SERVICE
-from skein.wire.serving.reading import Behaviour, Method, answer, with_behaviour
+from skein.wire.serving.reading import Around, Behaving, Behaviour, answer
 
 NAMELESS = "no certificate: join with a line from skein token create"
 
 
-class NamedCallers(aio.ServerInterceptor):  # type: ignore[type-arg]
+class NamedCallers(Around):
     """Ends calls of whom no certificate names, and of whom `is_revoked` says so, with UNAUTHENTICATED.
 
     What the table of roles leaves out ends with PERMISSION_DENIED.
@@ -33,20 +30,8 @@ class NamedCallers(aio.ServerInterceptor):  # type: ignore[type-arg]
         for call in self._calls.get((caller.role, caller.name), ()):
             call.cancel()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Method]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Method:
-        method = cast("Method | None", await continuation(handler_call_details))
-        service = handler_call_details.method.rpartition("/")[0]
-        if method is None or service == HEALTH_SERVICE:
-            return cast("Method", method)
-        guarded = partial(self._guarded, handler_call_details.method)
-        return with_behaviour(method, guarded, cast(Parse, method.request_deserializer))
-
-    def _guarded(self, method: str, behaviour: Behaviour) -> Callable[[object, Context], Awaitable[object]]:
-        return partial(self._answer, method, behaviour)
+    def around(self, path: str, behaviour: Behaviour) -> Behaving:
+        return partial(self._answer, path, behaviour)
 
     async def _answer(self, method: str, behaviour: Behaviour, request: object, context: Context) -> object:
         caller = caller_of(context)

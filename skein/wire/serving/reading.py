@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from inspect import isasyncgen, isawaitable
 from typing import NoReturn, TypeAlias, cast
 
@@ -11,11 +12,13 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from skein.wire.context import Context, Parse
+from skein.wire.serving.health import HEALTH_SERVICE
 
 Method: TypeAlias = "grpc.RpcMethodHandler[object, object]"
 _WRITTEN_S = 1.0
 """A reader that takes nothing is not waited for any longer."""
 Behaviour = Callable[[object, Context], object]
+Behaving = Callable[[object, Context], Awaitable[object]]
 
 
 class _Unreadable:
@@ -39,7 +42,7 @@ class Readable(aio.ServerInterceptor):  # type: ignore[type-arg]
         name = handler_call_details.method
         is_streaming, parse = method.request_streaming, method.request_deserializer
 
-        def guarded(behaviour: Behaviour) -> Callable[[object, Context], Awaitable[object]]:
+        def guarded(behaviour: Behaviour) -> Behaving:
             async def read(request: object, context: Context) -> object:
                 if request is _UNREADABLE:
                     await refuse_unreadable(context, name)
@@ -52,9 +55,38 @@ class Readable(aio.ServerInterceptor):  # type: ignore[type-arg]
         return with_behaviour(method, guarded, _forgiving(parse))
 
 
+class Around(aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Interceptor that has something happen around each behaviour; health is left alone, which has bounds of its own.
+
+    Methods that nobody registered stay so: gRPC answers UNIMPLEMENTED when there is nothing to call.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Method]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Method:
+        method, path = (
+            cast("Method | None", await continuation(handler_call_details)),
+            handler_call_details.method,
+        )
+        if method is None:
+            self.missed()
+        if method is None or path.rpartition("/")[0] == HEALTH_SERVICE:
+            return cast("Method", method)
+        return with_behaviour(method, partial(self.around, path), cast(Parse, method.request_deserializer))
+
+    def around(self, path: str, behaviour: Behaviour) -> Behaving:
+        """Behaviour of the method at `path`, as gRPC spells it, within whatever happens around it."""
+        raise NotImplementedError
+
+    def missed(self) -> None:
+        """Note that a method was asked for that there is not."""
+
+
 def with_behaviour(
     method: Method,
-    guarded: Callable[[Behaviour], Callable[[object, Context], Awaitable[object]]],
+    guarded: Callable[[Behaviour], Behaving],
     parse: Parse,
 ) -> Method:
     """A method of the same shape, whose behaviour and whose reading of requests are others."""
