@@ -3,9 +3,11 @@
 from skein.config.resources import ResourcesSpec
 from skein.protocol.coordinator.coordinator_io import CancelAsked, Send
 from skein.protocol.coordinator.runs.gathering import GATHER_S
+from skein.protocol.coordinator.scheduling.scheduler import LOOK_S
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import GenerationOpened
 from skein.protocol.messages.directives import Dismiss, NewGeneration, Save
+from skein.protocol.messages.reports import Trouble
 from skein.types import JobId, JobState
 from tests.support.desk import Desk
 from tests.support.plans import grid_plan
@@ -79,6 +81,19 @@ def test_when_a_job_ends_its_workers_go_to_who_is_left() -> None:
     desk.submit(SPEC, key="b")
     desk.give(CancelAsked(job=SECOND, discards=True))
     assert crews(desk) == {FIRST: ("w0a", "w1a", "x", "y")}
+
+
+def test_a_worker_that_its_job_cannot_use_goes_to_another_although_somebody_was_lost_just_now() -> None:
+    desk = stepping(PAIRS_SPEC, PAIRS)
+    desk.join("z")
+    desk.break_stream("z")
+    desk.submit(SPEC, key="b")
+    assert not any("is to go" in line for line in desk.lines())
+    desk.report("w0b", Trouble(generation=desk.generation, is_fatal=False, reason="no data", is_unfit=True))
+    later(desk, LOOK_S)
+    assert [line for line in desk.lines() if "is to go" in line] == [
+        f"job={FIRST} worker=w0b is to go to {SECOND}"
+    ]
 
 
 def test_after_a_restart_everybody_goes_back_to_the_job_that_had_it() -> None:

@@ -126,6 +126,22 @@ def test_of_those_that_wait_the_namespace_that_has_used_less_comes_first() -> No
     assert share(asks, stands({})).without == {"a"}
 
 
+def test_a_gang_is_made_of_workers_that_are_free_rather_than_of_those_that_were_called_for_it() -> None:
+    a, b = JobId("a"), JobId("b")
+    called = [WorkerStand(worker=worker, owner=a, bound_for=b) for worker in EIGHT[:2]]
+    others = stands(held("a", 2, 3), EIGHT[2:])
+    shares = share([ask("a", useful=2, is_active=True), ask("b", 1, useful=2)], [*called, *others])
+    assert shares.of(b).isdisjoint(EIGHT[:4])
+
+
+def test_of_workers_that_are_taken_those_that_were_called_already_go() -> None:
+    a, b = JobId("a"), JobId("b")
+    called = [WorkerStand(worker=worker, owner=a, place=0, bound_for=b) for worker in EIGHT[6:]]
+    others = stands(held("a", *range(6)), EIGHT[:6])
+    shares = share([ask("a", useful=8, is_active=True), ask("b", 1, useful=2)], [*called, *others])
+    assert shares.of(b) == set(EIGHT[6:])
+
+
 def test_sites_and_most_workers_are_kept_to() -> None:
     asks = [ask("a", may_use=EIGHT[:3]), ask("b", 1, most=2)]
     shares = share(asks, stands({}))

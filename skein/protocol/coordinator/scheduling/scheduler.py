@@ -4,7 +4,8 @@ Rules of this file
 - A worker goes from one run to another at the end of a step, as one that is drained does: its run plans without it,
   lets it go, and only then it is anybody else's. So it holds nothing of the first when the second gets it.
 - A process that comes back goes back to the run that had it last.
-- After a loss, and after a start of the coordinator, nobody is moved for a while: who is away may come back.
+- After a loss, and after a start of the coordinator, nobody is moved for a while that its job can use: who is away may
+  come back.
 - One job that takes whatever there is has everybody, as if there were no scheduler.
 """
 
@@ -26,7 +27,7 @@ from skein.protocol.messages.directives import Dismiss
 from skein.types import Incarnation, JobId, WorkerId
 
 SETTLE_S = 5.0
-"""Seconds after a loss, or a start of the coordinator, in which no worker is moved."""
+"""Seconds after a loss, or a start of the coordinator, in which no worker is moved that its job can use."""
 LOOK_S = 1.0
 """Seconds between two looks at who should be where, while nothing tells of a change."""
 SMALL_S = 5.0
@@ -282,7 +283,7 @@ class Scheduler:
                     self._take(wanted, self.runs[wanted], worker, now=now)
             elif owner == wanted:
                 self._crews.keep(self._live[worker])
-            elif now >= self._settles_at:
+            elif now >= self._settles_at or worker in self.runs[owner].excluded:
                 self._call(worker, self.runs[owner], wanted, now=now)
 
     def _start_with_gang(self, job: JobHistory, shares: Shares, *, now: float) -> None:

@@ -118,7 +118,9 @@ class _Sharing:
             return (
                 not is_own,
                 stand.place if is_own else 0.0,
-                stand.owner is not None and stand.bound_for != ask.job,
+                # Free workers come now, those that were called may never come.
+                stand.owner is not None,
+                stand.bound_for != ask.job,
                 0.0 if is_own or stand.owner is None else -stand.place,
                 self._num_wanting[worker],
                 worker,
