@@ -18,7 +18,7 @@ from skein.config.job import (
     SourceSpec,
 )
 from skein.config.load import parse_job
-from skein.config.location import cure_of_path, parse_location
+from skein.config.location import cure_of_path, parse_location, parse_offered
 from skein.errors import UserError
 from skein.model.decoder import DecoderModel
 from skein.plan.admission import check_admissible, settled_job
@@ -75,8 +75,16 @@ def prepare_job(job: JobSpec, *, base: Path) -> JobSpec:
 
 
 def _begun(model: DecoderModel, base: Path) -> DecoderModel:
-    """`model` with its `init_from` absolute, and from there its sizes, unless the job says them, and further fields."""
+    """`model` with its `init_from` absolute, and from there its sizes, unless the job says them, and further fields.
+
+    What workers offer by name is not looked into: a job that begins from that says its sizes itself.
+    """
     if model.init_from is None:
+        return model
+    if parse_offered(model.init_from, field="model.init_from") is not None:
+        if model.preset is None and model.shape is None:
+            hint = "only workers can look into it: say the sizes, too, by model.preset or model.shape"
+            raise UserError("model.init_from", model.init_from, hint)
         return model
     directory = _absolute(model.init_from, base)
     return model.model_copy(update={"init_from": str(directory)}).begun(_config(directory))
@@ -100,8 +108,9 @@ def _config(directory: Path) -> dict[str, object]:
 
 def _located(data: DataSpec, base: Path) -> DataSpec:
     located = [_located_source(source, base, field) for field, source in data.named_sources]
-    is_file = data.tokenizer != BYTES
-    tokenizer = str(_absolute(data.tokenizer, base)) if is_file else BYTES
+    tokenizer = data.tokenizer
+    if tokenizer != BYTES:
+        tokenizer = _located_path(tokenizer, base, "data.tokenizer")
     num_training = len(data.sources)
     changes = {"sources": tuple(located[:num_training]), "validation": tuple(located[num_training:])}
     return data.model_copy(update={**changes, "tokenizer": tokenizer})
@@ -109,11 +118,18 @@ def _located(data: DataSpec, base: Path) -> DataSpec:
 
 def _located_source(source: SourceSpec, base: Path, field: str) -> SourceSpec:
     if not isinstance(source, DigitsSource):
-        if "://" in source.path or cure_of_path(source.path) is not None:
-            hint = "workers read files: give a path, and mount there or copy to it what lies elsewhere"
-            raise UserError(f"{field}.path", source.path, hint)
-        return source.model_copy(update={"path": str(_absolute(source.path, base))})
+        return source.model_copy(update={"path": _located_path(source.path, base, f"{field}.path")})
     return source
+
+
+def _located_path(path: str, base: Path, field: str) -> str:
+    """An absolute path; what workers offer by name stays as it is."""
+    if parse_offered(path, field=field) is not None:
+        return path
+    if "://" in path or cure_of_path(path) is not None:
+        hint = "workers read files: give a path, or data://NAME, and mount there or copy to it what lies elsewhere"
+        raise UserError(field, path, hint)
+    return str(_absolute(path, base))
 
 
 def _absolute(path: str, base: Path) -> Path:

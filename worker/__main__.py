@@ -16,6 +16,7 @@ from skein.wire.process.options import (
     insecure_option,
     log_format_option,
     metrics_host_option,
+    offers_option,
 )
 from worker import daemon
 
@@ -71,9 +72,10 @@ def _memory(text: str | None) -> int | None:
 @click.option(
     "--metrics-port", type=_PORT, show_default="none", help="Port of /metrics; beats carry the same numbers."
 )
+@offers_option
 @data_root_option(
-    shown="~/.local/share/skein/data",
-    meaning="Folder of data, tokenizers and weights; jobs read nothing else.",
+    shown="none if --data is given, else ~/.local/share/skein/data",
+    meaning="Folder of data, tokenizers and weights that jobs may name by path.",
 )
 @checkpoint_root_option
 @log_format_option
@@ -93,6 +95,7 @@ def up(
     insecure: bool,
     metrics_host: str,
     metrics_port: int | None,
+    offers: tuple[str, ...],
     data_roots: tuple[Path, ...],
     checkpoint_roots: tuple[str, ...],
     log_format: LogFormat,
@@ -113,6 +116,7 @@ def up(
         insecure=insecure,
         metrics_host=metrics_host,
         metrics_port=metrics_port,
+        offers=offers,
         data_roots=data_roots,
         checkpoint_roots=checkpoint_roots,
         log_format=log_format,

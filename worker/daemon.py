@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from skein.config.location import parse_offers
 from skein.errors import RemoteError, UserError
 from skein.own import install_hint
 from skein.protocol.worker.worker_io import StopRequested, WorkerEvent
@@ -64,7 +65,8 @@ class WorkerOptions:
         advertise: host, or host:port, that peers shall use instead; behind NAT, for instance.
         offers_relay: carry what workers send each other that cannot dial each other.
         memory_bytes: that a job may use; by default most of what is free.
-        data_roots: folders outside of which no data, tokenizer or weights are read; by default one of our own.
+        offers: data, tokenizers and weights that jobs may name without knowing where they lie: NAME=PATH each.
+        data_roots: folders outside of which jobs name no other; by default one of our own, unless there are `offers`.
         checkpoint_roots: folders, or URLs of buckets, outside of which no `checkpoint.url` leads; likewise.
         metrics_port: where Prometheus metrics are served, at `metrics_host`; None: they go up with the beats only.
     """
@@ -84,6 +86,7 @@ class WorkerOptions:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     log_format: LogFormat = "text"
+    offers: tuple[str, ...] = ()
     data_roots: tuple[Path, ...] = ()
     checkpoint_roots: tuple[str, ...] = ()
 
@@ -227,6 +230,10 @@ def _setting(options: WorkerOptions, log_lines: LogTail, wallet: Wallet | None) 
     if options.device == "cuda" and not has_cuda:
         hint = "torch finds no GPU that it can use; give cpu, or install torch for CUDA"
         raise UserError("device", options.device, hint)
+    offers = parse_offers(options.offers)
+    for name, path in offers.items():
+        if not path.expanduser().exists():
+            _log.warning("data=%s: nothing is at %s yet: jobs that name it wait for that", name, path)
     incarnation = Incarnation(secrets.token_hex(8))
     return WorkerSetting(
         worker=WorkerId(options.name or _default_name(incarnation)),
@@ -242,7 +249,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail, wallet: Wallet | None) 
         metrics_host=options.metrics_host,
         metrics_port=options.metrics_port,
         take_log_lines=log_lines.take,
-        places=Places.of(options.data_roots, options.checkpoint_roots),
+        places=Places.of(options.data_roots, options.checkpoint_roots, offers),
         cache=usual_cache(),
         host=socket.gethostname(),
         offers_relay=options.offers_relay,

@@ -18,12 +18,13 @@ from client.doctor.room import look_at_data, look_for_room
 from client.doctor.way import look_along, look_for_black_hole
 from client.errors import VersionMismatch
 from client.jobfile import read_job
+from skein.config.location import parse_offers
 from skein.errors import SkeinError, UserError
 from skein.storage.roots import Roots
 from skein.wire.channel import split_address
 from skein.wire.identity.passport import Passport
 from skein.wire.leader import split_addresses
-from skein.wire.process.options import data_root_option
+from skein.wire.process.options import data_root_option, offers_option
 from skein.wire.process.state_dir import default_state_dir
 
 ROLES = ("client", "worker", "coordinator")
@@ -37,6 +38,7 @@ ROLES = ("client", "worker", "coordinator")
     type=click.Path(path_type=Path),
     help="A job file: whether its data can be read here.",
 )
+@offers_option
 @data_root_option(shown="~/.local/share/skein/data", meaning="Folder that a worker here reads data from.")
 @click.option(
     "--state-dir",
@@ -55,6 +57,7 @@ def doctor(
     *,
     role: str | None,
     job_file: Path | None,
+    offers: tuple[str, ...],
     data_roots: tuple[Path, ...],
     state_dir: Path,
     metrics_port: int | None,
@@ -62,7 +65,8 @@ def doctor(
 ) -> int:
     """Look for what could go wrong here, and with the coordinator if there is one. Exit 1 if something will."""
     failures = 0
-    for finding in _look(role, state_dir, metrics_port, job_file, data_roots):
+    roots = Roots.of("--data-root", data_roots, usual="data", offers=parse_offers(offers))
+    for finding in _look(role, state_dir, metrics_port, job_file, roots):
         failures += finding.is_failed
         print_json(finding) if is_json else click.echo(_line(finding))
     return FAILED if failures else DONE
@@ -78,12 +82,12 @@ def _look(
     state_dir: Path,
     metrics_port: int | None,
     job_file: Path | None,
-    data_roots: tuple[Path, ...],
+    roots: Roots,
 ) -> Iterator[DoctorFinding]:
     yield from look_at_installation(role)
     yield from look_for_room(state_dir, role)
     if job_file is not None:
-        yield from _data(job_file, data_roots)
+        yield from _data(job_file, roots)
     passport = None
     if (file := target().identity_file) is None:
         proof = _token()
@@ -94,14 +98,14 @@ def _look(
         yield from _coordinator(metrics_port, passport)
 
 
-def _data(job_file: Path, data_roots: tuple[Path, ...]) -> Iterator[DoctorFinding]:
+def _data(job_file: Path, roots: Roots) -> Iterator[DoctorFinding]:
     try:
         job = read_job(job_file)
     except UserError as error:
         yield wrong("job", str(error), f"mend it: skein job check {job_file}")
         return
     yield fine("job", str(job_file))
-    yield from look_at_data(job, Roots.of("--data-root", data_roots, usual="data"))
+    yield from look_at_data(job, roots)
 
 
 def _token() -> DoctorFinding:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from skein.config.job import JobSpec
+from skein.config.location import OFFERED
 
 BYTES = "bytes"
 _TOKENIZER = "tokenizer.json"
@@ -40,11 +41,14 @@ def vocabulary_of(job: JobSpec) -> Vocabulary:
     found = Vocabulary()
     if job.model.vocab_size is None:
         return found
-    begun = None if job.model.begins_from is None else Path(job.model.begins_from)
+    begins_from = job.model.begins_from
+    begun = None if begins_from is None or begins_from.startswith(OFFERED) else Path(begins_from)
     if job.data.has_text:
         _add_read_with(job.data.tokenizer, found)
     elif begun is not None:
         _add_folder(begun, found)
+    elif begins_from is not None:
+        found.lacking.append(_on_workers(begins_from))
     if begun is not None:
         found.files |= dict(_present(begun, (_GENERATION,)))
     return found
@@ -53,6 +57,9 @@ def vocabulary_of(job: JobSpec) -> Vocabulary:
 def _add_read_with(tokenizer: str, found: Vocabulary) -> None:
     if tokenizer == BYTES:
         found.files |= {_TOKENIZER: _json(byte_tokenizer()), _CONFIG: _json(_plain_config())}
+        return
+    if tokenizer.startswith(OFFERED):
+        found.lacking.append(_on_workers(tokenizer))
         return
     path = Path(tokenizer)
     if path.name == _TOKENIZER:
@@ -63,6 +70,10 @@ def _add_read_with(tokenizer: str, found: Vocabulary) -> None:
         found.lacking.append(f"{path} is no tokenizer file here: copy it beside the weights as {_TOKENIZER}")
         return
     found.files |= {_TOKENIZER: raw[path.name], _CONFIG: _json(_plain_config())}
+
+
+def _on_workers(path: str) -> str:
+    return f"the tokenizer in {path} is on the workers that offer it: copy its files beside the weights"
 
 
 def _add_folder(folder: Path, found: Vocabulary) -> None:

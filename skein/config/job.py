@@ -35,7 +35,11 @@ Name = Annotated[
 
 
 class TextSource(Spec):
-    """Text files: one file, or a folder with a glob; every file is one document."""
+    """Text files: one file, or a folder with a glob; every file is one document.
+
+    `path`, as of all sources, is `data://NAME`, or a way below it, of what workers offer with `--data NAME=PATH`; or a
+    path on the workers, where these and the coordinator take one.
+    """
 
     format: Literal["text"] = "text"
     path: str
@@ -90,7 +94,7 @@ class DataSpec(Spec):
 
     sources: Annotated[tuple[SourceSpec, ...], Field(min_length=1, max_length=64)]
     tokenizer: str = BYTES
-    """`bytes` (256 byte values), or the path of a `tokenizers` JSON file."""
+    """`bytes` (256 byte values), or a `tokenizers` JSON file, named as the path of a source is."""
     separator: Annotated[str, Field(max_length=64)] | None = None
     """The token that ends every document, by name, or "" for none; null: the tokenizer's own, NUL for `bytes`."""
     sequence_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 256

@@ -1,4 +1,4 @@
-"""Place that a URL in a job file names, read without opening anything.
+"""Place that a URL in a job file names, or name under which workers offer data; read without opening anything.
 
 A URL comes from whoever may submit a job, and file systems take far more from one than a place: other URLs, options,
 archives to look into, programs. So it is read here, whole, and nothing but its scheme and path goes on.
@@ -6,7 +6,9 @@ archives to look into, programs. So it is read here, whole, and nothing but its 
 
 import posixpath
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from skein.errors import UserError
 
@@ -23,7 +25,14 @@ _NAMES = {
     "local": "file",
 }
 """Schemes of ours by the names that others have for them."""
+OFFERED = "data://"
+"""Begin of what names data that workers offer; a name follows, and maybe a way below it."""
+DATA_OPTION = "--data"
+MAX_OFFERS = 64
+"""Names under which one worker may offer data."""
 _MAX_CHARACTERS = 1024
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NAMED = "begin it with a letter or a digit, and give up to 64 of these, dots, dashes and underscores"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,62}")
 _OPTIONS = {
@@ -141,3 +150,60 @@ def cure_of_path(path: str) -> str | None:
         return None
     cure = _cure_of_relative(path, path)
     return cure if "missing" in cure else None
+
+
+# --- data that workers offer ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedPath:
+    """A file or folder that workers offer under a name, or one below it."""
+
+    name: str
+    below: tuple[str, ...]
+
+
+def parse_offered(path: str, *, field: str) -> OfferedPath | None:
+    """The offer that a job's `path` names; None for a path of its own.
+
+    Raises:
+        UserError: it is meant as one, and is none.
+
+    >>> parse_offered("data://books/2024", field="data.sources[0].path")
+    OfferedPath(name='books', below=('2024',))
+    """
+    if not path.startswith(OFFERED):
+        if path.startswith("data:"):
+            cure = f"slashes are missing: write {OFFERED}{path.removeprefix('data:').lstrip('/')}"
+            raise UserError(field, path, cure)
+        return None
+    name, *below = path.removeprefix(OFFERED).rstrip("/").split("/")
+    if _NAME.fullmatch(name) is None:
+        raise UserError(field, path, f"{name!r} is no name of data: {_NAMED}")
+    if any(part in ("", ".", "..") for part in below):
+        raise UserError(field, path, "holds an empty part, '.' or '..': leave it out")
+    return OfferedPath(name=name, below=tuple(below))
+
+
+def parse_offers(texts: Sequence[str]) -> dict[str, Path]:
+    """Paths that a worker offers, by name, from what its owner writes: NAME=PATH each.
+
+    Raises:
+        UserError: one is not of that form, or there are too many.
+
+    >>> parse_offers(["books=/srv/books"])
+    {'books': PosixPath('/srv/books')}
+    """
+    if len(texts) > MAX_OFFERS:
+        raise UserError(DATA_OPTION, len(texts), f"give at most {MAX_OFFERS}: jobs name what lies below, too")
+    offers: dict[str, Path] = {}
+    for text in texts:
+        name, separator, path = text.partition("=")
+        if not separator or not path or "\0" in path:
+            raise UserError(DATA_OPTION, text, "give a name and a path, such as books=/srv/books")
+        if _NAME.fullmatch(name) is None:
+            raise UserError(DATA_OPTION, text, f"{name!r} is no name: {_NAMED}")
+        if name in offers:
+            raise UserError(DATA_OPTION, text, f"{name} is {offers[name]} already: give each name once")
+        offers[name] = Path(path)
+    return offers

@@ -4,20 +4,20 @@ fsspec is never given a URL. Its file systems are made by name, without options,
 rendered by one of its others cannot be reached from a job file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import fsspec
 
 from skein.config.job import JobSpec
-from skein.config.location import SCHEMES, Location, parse_location
+from skein.config.location import SCHEMES, Location, parse_location, parse_offered
 from skein.errors import UnfitError, UserError
 from skein.storage.folders import Folder, ObjectFolder, RootedFolder
 from skein.storage.roots import EVERYTHING, Roots
 
 FIELD = "checkpoint.url"
-OPTION, DATA_OPTION = "--checkpoint-root", "--data-root"
+OPTION, ROOT_OPTION = "--checkpoint-root", "--data-root"
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs"}
 
 
@@ -35,8 +35,17 @@ class Places:
     schemes: tuple[str, ...] = SCHEMES
 
     @staticmethod
-    def of(data_roots: Sequence[Path], checkpoint_roots: Sequence[str]) -> "Places":
+    def of(
+        data_roots: Sequence[Path],
+        checkpoint_roots: Sequence[str],
+        offers: Mapping[str, Path] | None = None,
+    ) -> "Places":
         """Places as an operator names them; where no folder is named it is the usual one. Checkpoint roots may be URLs.
+
+        Args:
+            data_roots: folders that jobs may name by path.
+            checkpoint_roots: see `checkpoints` and `stores`.
+            offers: what jobs may name without knowing where it lies; with any, there is no usual folder of data.
 
         Raises:
             UserError: one is neither a folder nor a URL that is taken.
@@ -46,7 +55,7 @@ class Places:
         folders += [Path(location.path) for location in found if location.scheme == "file"]
         stores = tuple(location for location in found if location.scheme != "file")
         return Places(
-            data=Roots.of(DATA_OPTION, data_roots, usual="data"),
+            data=Roots.of(ROOT_OPTION, data_roots, usual="data", offers=offers),
             checkpoints=Roots.of(OPTION, folders, usual="checkpoints"),
             stores=stores,
         )
@@ -60,7 +69,8 @@ class Places:
         for field, path in job.paths():
             if "\0" in path:
                 raise UserError(field, path, "holds a zero byte, which no path does: leave it out")
-            if not self.data.may_hold(path):
+            # Who offers what only workers know.
+            if parse_offered(path, field=field) is None and not self.data.may_hold(path):
                 raise self.data.outside(path, field=field)
         if job.checkpoint.url is not None:
             self.admit(job.checkpoint.url)

@@ -1,6 +1,7 @@
-"""Folders of this machine outside of which nothing that a job names is opened.
+"""Folders of this machine outside of which nothing that a job names is opened, and what is offered under names.
 
 Rules of this file
+- What is offered under a name is a root of its own: links out of it are not followed, into another root neither.
 - A path is judged after every symlink in it was followed, and opened from its root on, one part at a time, following
   none: what changes between the two opens nothing else.
 - Only ordinary files are read: no device, no pipe that never answers.
@@ -10,12 +11,13 @@ Rules of this file
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from skein.config.location import DATA_OPTION, OFFERED, OfferedPath, parse_offered
 from skein.errors import UnfitError
 
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -112,21 +114,26 @@ def usual_folder(name: str) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roots:
-    """Some folders, and the option that names them."""
+    """Some folders with the option that names them, and what is offered under names."""
 
     option: str
     folders: tuple[Path, ...]
+    offers: Mapping[str, Path] = field(default_factory=dict)
 
     @staticmethod
-    def of(option: str, folders: Sequence[Path], *, usual: str) -> "Roots":
-        """Roots as an operator names them, or the usual one; links in their own names are followed.
+    def of(
+        option: str, folders: Sequence[Path], *, usual: str, offers: Mapping[str, Path] | None = None
+    ) -> "Roots":
+        """Roots as an operator names them; links in their own names are followed. Where there are none, the usual one.
 
         Args:
             option: that names them, such as `--data-root`.
-            usual: name of the folder, below the user's data, that is the root where the operator names none.
+            usual: name of the folder, below the user's data, that is the root where the operator names nothing.
+            offers: what jobs may name without knowing where it lies, by name.
         """
-        found = tuple(Path(os.path.abspath(folder.expanduser())) for folder in folders)
-        return Roots(option=option, folders=found or (usual_folder(usual),))
+        named = {name: _absolute(path) for name, path in (offers or {}).items()}
+        found = tuple(map(_absolute, folders))
+        return Roots(option=option, folders=found or (() if named else (usual_folder(usual),)), offers=named)
 
     def __str__(self) -> str:
         return " or ".join(map(str, self.folders)) or "nothing"
@@ -140,14 +147,17 @@ class Roots:
         """Place to which `path` leads; whether something is there is not asked.
 
         Args:
+            path: absolute, or below a name that is offered.
             field: of the job file, for the error.
 
         Raises:
-            UnfitError: it leads out of all roots, or is no path.
+            UnfitError: it leads out of all roots, is not offered here, or is no path.
             OSError: its links cannot be followed.
         """
         if "\0" in path:
             raise UnfitError(field, path, "holds a zero byte, which no path does: leave it out")
+        if (offered := parse_offered(path, field=field)) is not None:
+            return self._find_offered(offered, path, field)
         real = Path(os.path.realpath(path))
         for folder in self.folders:
             root = Path(os.path.realpath(folder))
@@ -155,11 +165,38 @@ class Roots:
                 return Inside(root=root, parts=real.relative_to(root).parts)
         raise self.outside(path, field=field)
 
+    def _find_offered(self, offered: OfferedPath, path: str, field: str) -> Inside:
+        name = offered.name
+        if name not in self.offers:
+            cure = f"name one of those, or start it with {DATA_OPTION} {name}=PATH"
+            hint = f"is not offered by this worker, which offers {self._offered()}: {cure}"
+            raise UnfitError(field, path, hint)
+        root = Path(os.path.realpath(self.offers[name]))
+        real = Path(os.path.realpath(root.joinpath(*offered.below)))
+        if not real.is_relative_to(root):
+            hint = f"leads out of what is offered as {name}: put it there, or offer a folder that holds both"
+            raise UnfitError(field, path, hint)
+        if offered.below or root.is_dir():
+            return Inside(root=root, parts=real.relative_to(root).parts)
+        return Inside(root=root.parent, parts=(root.name,))
+
+    def _offered(self) -> str:
+        return ", ".join(f"{OFFERED}{name}" for name in sorted(self.offers)) or "nothing by name"
+
     def outside(self, path: str, *, field: str) -> UnfitError:
         """The error about a path that leads out of all roots."""
+        if not self.folders:
+            hint = f"is a bare path, and this worker lets jobs name {self._offered()} alone"
+            return UnfitError(
+                field, path, f"{hint}: name one of those, or start it with {self.option} FOLDER"
+            )
         place = f"the {self.option[2:].replace('-', ' ')} {self}"
         hint = f"leads out of {place}: put it there, or start the process with {self.option} FOLDER"
         return UnfitError(field, path, hint)
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path.expanduser()))
 
 
 EVERYTHING = Roots(option="--data-root", folders=(Path("/"),))

@@ -176,6 +176,30 @@ def test_a_separator_that_is_no_token_is_refused_before_it_is_sent(tmp_path: Pat
         good("data.separator=end", f"data.tokenizer={tokenizer}", base=tmp_path)
 
 
+def test_data_that_workers_offer_stay_named(tmp_path: Path) -> None:
+    named = ("data.sources[0].path=data://books/2024", "data.tokenizer=data://llama/tokenizer.json")
+    job = good(*named, "model.init_from=data://llama", base=tmp_path)
+    assert [path for _, path in job.paths()] == [
+        "data://books/2024",
+        "data://llama/tokenizer.json",
+        "data://llama",
+    ]
+    assert prepare_job(job, base=Path("/elsewhere")) == job
+
+
+@pytest.mark.parametrize(
+    ("override", "cure"),
+    [
+        ("data.sources[0].path=data:books", r"data\.sources\[0\]\.path: .*write data://books"),
+        ("data.tokenizer=data://llama/../secret", r"data\.tokenizer: .*leave it out"),
+        ("model={family: llama, init_from: data://llama}", r"model\.init_from: .*say the sizes"),
+    ],
+)
+def test_names_that_help_nobody_are_refused_before_they_are_sent(override: str, cure: str) -> None:
+    with pytest.raises(UserError, match=cure):
+        good(override)
+
+
 def test_sources_to_validate_on_are_found_like_others(tmp_path: Path) -> None:
     job = good("data.validation=[{format: text, path: held}]", base=tmp_path)
     assert [path for _, path in job.paths()][-1] == str(tmp_path / "held")

@@ -102,6 +102,21 @@ def test_what_is_no_tokenizer_here_is_not_copied_and_that_is_said(
     assert "beside the weights" in line
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        ["data.tokenizer=data://llama/tokenizer.json"],
+        ["data.sources=[{format: tokens, path: /t}]", "model.init_from=data://llama"],
+    ],
+)
+def test_a_tokenizer_that_workers_offer_is_not_here_and_that_is_said(named: list[str]) -> None:
+    found = vocabulary_of(job(*named))
+    assert found.files == {}
+    [line] = found.lacking
+    assert "data://llama" in line
+    assert "beside the weights" in line
+
+
 def test_text_in_parquet_is_text() -> None:
     found = vocabulary_of(job("data.sources=[{format: parquet, path: /rows}]"))
     assert found.files.keys() == {"tokenizer.json", "tokenizer_config.json"}

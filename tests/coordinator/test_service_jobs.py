@@ -95,6 +95,7 @@ async def test_a_job_that_nobody_can_run_is_refused_with_the_field(
 async def test_a_job_that_names_what_lies_out_of_the_roots_is_refused_at_submit(tmp_path: Path) -> None:
     places = Places.of([tmp_path / "data"], [str(tmp_path / "kept")])
     running = await Serving.start(ServingOptions(state_dir=tmp_path / "state", places=places), plan_at_once)
+    by_name = small_job().canonical_json().replace('"/corpus"', '"data://books"')
     outside = {
         "checkpoint.url": stored_at("/etc/cron.d"),
         "data.sources[0].path": small_job().canonical_json().replace('"/corpus"', '"/etc/passwd"'),
@@ -109,6 +110,7 @@ async def test_a_job_that_names_what_lies_out_of_the_roots_is_refused_at_submit(
                 assert error.field == field
                 assert str(tmp_path) in error.hint
             assert running.driver.machine.history.jobs == {}
+            _ = await submit(channel, spec=by_name)
     finally:
         await running.stop()
 

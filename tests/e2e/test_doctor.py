@@ -267,6 +267,16 @@ def test_data_that_a_worker_could_not_read_are_named(tmp_path: Path, path: str, 
     assert cause in found.failed["data.sources[0].path"]
 
 
+@pytest.mark.parametrize(("name", "cause"), [("books", None), ("films", "data://films")])
+def test_data_that_a_worker_would_not_offer_are_named(tmp_path: Path, name: str, cause: str | None) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    job = tmp_path / "job.yaml"
+    job.write_text(GOOD.replace("/books", f"data://{name}"))
+    doctor = [sys.executable, "-P", "-m", "client.cli", "doctor", "--role", "client", "--json"]
+    found = Diagnosis.of([*doctor, "--job", str(job), "--data", f"books={tmp_path}"])
+    assert found.failed.get("data.sources[0].path") == cause
+
+
 def test_a_token_that_others_can_read_is_named(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("x" * 32)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from skein.errors import UserError
+from skein.config.location import parse_offers
+from skein.errors import UnfitError, UserError
 from skein.storage.folders import RootedFolder
 from skein.storage.places import Places
 from skein.storage.roots import Inside, Roots
@@ -90,6 +91,63 @@ def test_only_ordinary_files_are_read(root: Path) -> None:
 
 
 # --- checkpoints ---
+
+
+# --- what is offered under names ---
+
+
+def offering(**offers: Path) -> Roots:
+    return Roots.of("--data-root", [], usual="data", offers=offers)
+
+
+def test_what_is_offered_is_found_by_name_and_below(root: Path) -> None:
+    roots = offering(books=root / "books", corpus=root / "books" / "a.txt")
+    for path in ("data://books/a.txt", "data://corpus"):
+        assert read(roots.find(path, field=FIELD)) == b"a"
+    assert roots.find("data://books", field=FIELD).is_folder()
+
+
+@pytest.mark.parametrize(
+    ("path", "cause"),
+    [
+        (
+            "data://films",
+            r"is not offered by this worker, which offers data://books, data://other: .* --data films=PATH",
+        ),
+        ("data://books/link", r"leads out of what is offered as books"),
+        ("data://books/across/secret", r"leads out of what is offered as books"),
+        ("/etc/passwd", r"is a bare path, and this worker lets jobs name data://books, data://other alone"),
+        ("books/a.txt", r"is a bare path"),
+    ],
+)
+def test_nothing_else_is_found(root: Path, path: str, cause: str) -> None:
+    (root / "books" / "link").symlink_to(root.parent / "secret")
+    (root / "books" / "across").symlink_to(root.parent / "beside")
+    roots = offering(books=root / "books", other=root.parent / "beside")
+    with pytest.raises(UnfitError, match=cause):
+        roots.find(path, field=FIELD)
+
+
+@pytest.mark.parametrize(
+    "path", ["data://", "data://../a", "data://a/../b", "data://a//b", "data:a", "data://a b"]
+)
+def test_what_is_no_name_is_the_jobs_mistake(root: Path, path: str) -> None:
+    with pytest.raises(UserError) as failure:
+        offering(a=root).find(path, field=FIELD)
+    assert not isinstance(failure.value, UnfitError)
+
+
+def test_a_root_beside_offers_takes_plain_paths(root: Path) -> None:
+    roots = Roots.of("--data-root", [root], usual="data", offers={"books": root / "books"})
+    assert read(roots.find(str(root / "books" / "a.txt"), field=FIELD)) == b"a"
+
+
+@pytest.mark.parametrize(
+    "offers", [["books"], ["=/x"], ["books="], ["a/b=/x"], ["a=/x", "a=/y"], [f"n{i}=/x" for i in range(65)]]
+)
+def test_offers_that_are_none_are_refused(offers: list[str]) -> None:
+    with pytest.raises(UserError, match="--data: "):
+        parse_offers(offers)
 
 
 def test_a_url_outside_of_the_roots_is_refused_before_and_when_it_is_opened(root: Path) -> None:

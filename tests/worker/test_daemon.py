@@ -45,6 +45,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         (WorkerOptions(join="127.0.0.1:7100", listen="0.0.0.0"), "token file"),
         (WorkerOptions(join="127.0.0.1:7100", advertise="[::1"), "advertise"),
         (WorkerOptions(join="127.0.0.1:7100", memory_bytes=0), "8GiB"),
+        (WorkerOptions(join="127.0.0.1:7100", offers=("books",)), "books=/srv/books"),
         (WorkerOptions(join="127.0.0.1:7100", device="cuda"), "GPU"),
         (WorkerOptions(join="127.0.0.1:7100", token_file=Path("/nowhere/token")), "/nowhere/token"),
     ],

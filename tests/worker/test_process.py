@@ -325,6 +325,30 @@ async def test_a_job_that_leads_out_of_a_root_is_refused_with_its_name(
         assert f"{tmp_path}/root" in reason
 
 
+async def test_a_job_names_data_that_a_worker_offers_and_no_other(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    places = Places.of([], [], {"books": text})
+    job = tiny_job(text, stages=1)
+
+    def naming(path: str) -> str:
+        sources = (job.data.sources[0].model_copy(update={"path": path}),)
+        data = job.data.model_copy(update={"sources": sources})
+        return job.model_copy(update={"data": data}).canonical_json()
+
+    async with puppet() as (coordinator, port), running(replace(setting(port), places=places)):
+        session = await coordinator.session()
+        session.say(WELCOME)
+        for path, cause in (
+            ("data://books", ""),
+            ("data://films", "which offers data://books"),
+            (str(text), "bare"),
+        ):
+            session.say(OpenData(epoch=WELCOME.epoch, job=JobId("j1"), job_spec=naming(path)))
+            opened = await session.heard(DataOpened)
+            assert opened.is_unfit == bool(cause)
+            assert cause in opened.error
+
+
 async def test_data_that_will_be_wanted_are_open_before_anybody_waits(tmp_path: Path) -> None:
     text = write_text(tmp_path)
     job = tiny_job(text, stages=1)

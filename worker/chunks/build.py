@@ -327,7 +327,7 @@ class Builder:
             await self._begin_from(assign.begins, chunk)
         elif job.model.begins_from is not None:
             directory = job.model.begins_from
-            begin = partial(load_huggingface, Path(directory), roots=self.places.data)
+            begin = partial(load_huggingface, directory, roots=self.places.data)
             try:
                 await self._outside.answer(partial(begin, chunk.module), "its file system")
             except SilentError as error:

@@ -62,9 +62,9 @@ def open_files(path: str, patterns: Sequence[str], *, field: str, roots: Roots) 
             return (_examined(found, Path(path).name, field),)
         names = next(filter(None, (_matches(found.path, pattern, field) for pattern in patterns)), None)
         if names is None:
-            raise _nothing_found(found.path, patterns[0], field)
+            raise _nothing_found(found.path, path, patterns[0], field)
         # A name below the folder may be a link.
-        places = [_moving(roots.find(str(found.path / name), field=f"{field}.path")) for name in names]
+        places = [_moving(roots.find(f"{path}/{name}", field=f"{field}.path")) for name in names]
     return tuple(_examined(place, name, field) for place, name in zip(places, names, strict=True))
 
 
@@ -130,10 +130,10 @@ def _moving(place: Inside) -> Inside:
     return place
 
 
-def _nothing_found(root: Path, pattern: str, field: str) -> UnfitError:
-    if not any(root.iterdir()):
-        return UnfitError(f"{field}.path", str(root), "the folder is empty: give one that holds files")
-    return UnfitError(f"{field}.glob", pattern, f"matches no file in {root}: '**/*' matches every file")
+def _nothing_found(folder: Path, path: str, pattern: str, field: str) -> UnfitError:
+    if not any(folder.iterdir()):
+        return UnfitError(f"{field}.path", path, "the folder is empty: give one that holds files")
+    return UnfitError(f"{field}.glob", pattern, f"matches no file in {path}: '**/*' matches every file")
 
 
 def _examined(place: Inside, name: str, field: str) -> DataFile:

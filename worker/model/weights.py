@@ -21,21 +21,21 @@ _INDEX = "model.safetensors.index.json"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-def load_huggingface(directory: Path, stage: Stage, roots: Roots = EVERYTHING) -> None:
+def load_huggingface(directory: str | Path, stage: Stage, roots: Roots = EVERYTHING) -> None:
     """Fills the parameters of `stage` from safetensors in `directory`, one file or several with an index.
 
     Only the tensors of the stage are read, one at a time, and cast to the dtype of its parameters. After an error the
-    stage holds a mixture and must be thrown away. All of them lie in `roots`.
+    stage holds a mixture and must be thrown away. All of them lie in `roots`, or are what these offer.
 
     Raises:
         UnfitError: something is missing or cannot be read on this machine.
         UserError: something is of another shape, no safetensors, or of a model that computes differently.
     """
-    stage.spec.check_config(_read_object(directory / "config.json", roots))
+    stage.spec.check_config(_read_object(f"{directory}/config.json", roots))
     parameter_by_name = dict(stage.named_parameters())
     known = frozenset(parameter_shapes(stage.spec))
     with readable(_FIELD, directory):
-        file_by_name = _files(directory, parameter_by_name, roots)
+        file_by_name = _files(str(directory), parameter_by_name, roots)
     for path, names in groupby(
         sorted(parameter_by_name, key=file_by_name.__getitem__), file_by_name.__getitem__
     ):
@@ -56,73 +56,78 @@ def load_parameters(tensors: Mapping[str, torch.Tensor], stage: Stage) -> None:
             parameter.copy_(tensors[name])
 
 
-def _files(directory: Path, names: Iterable[str], roots: Roots) -> dict[str, Path]:
+def _files(directory: str, names: Iterable[str], roots: Roots) -> dict[str, str]:
     """File that holds each of `names`, by name."""
-    if (directory / _SINGLE).is_file():
-        return dict.fromkeys(names, directory / _SINGLE)
-    if not (directory / _INDEX).is_file():
+    single, index = f"{directory}/{_SINGLE}", f"{directory}/{_INDEX}"
+    if _is_file(single, roots):
+        return dict.fromkeys(names, single)
+    if not _is_file(index, roots):
         hint = f"has neither {_SINGLE} nor {_INDEX}; save_pretrained of transformers writes them"
-        raise UnfitError(_FIELD, str(directory), hint)
-    weight_map = _read_object(directory / _INDEX, roots).get("weight_map")
+        raise UnfitError(_FIELD, directory, hint)
+    weight_map = _read_object(index, roots).get("weight_map")
     if not isinstance(weight_map, Mapping):
-        raise UserError(_FIELD, str(directory / _INDEX), "has no weight_map")
-    return {name: _indexed(directory, name, weight_map.get(name)) for name in names}
+        raise UserError(_FIELD, index, "has no weight_map")
+    return {name: f"{directory}/{_indexed(index, name, weight_map.get(name))}" for name in names}
 
 
-def _indexed(directory: Path, name: str, file_name: object) -> Path:
+def _is_file(path: str, roots: Roots) -> bool:
+    return roots.find(path, field=_FIELD).path.is_file()
+
+
+def _indexed(index: str, name: str, file_name: object) -> str:
     if file_name is None:
-        raise UserError(_FIELD, str(directory / _INDEX), f"does not list {name}")
+        raise UserError(_FIELD, index, f"does not list {name}")
     # The index may come from anywhere: it must not lead out of the directory.
     if not isinstance(file_name, str) or Path(file_name).name != file_name:
-        raise UserError(_FIELD, str(directory / _INDEX), f"{file_name!r} is not the name of a file beside it")
-    return directory / file_name
+        raise UserError(_FIELD, index, f"{file_name!r} is not the name of a file beside it")
+    return file_name
 
 
-def _check_known(path: Path, held: Iterable[str], known: frozenset[str]) -> None:
+def _check_known(path: str, held: Iterable[str], known: frozenset[str]) -> None:
     """Refuses tensors that the model does not compute with: without them its numbers would be others."""
     for name in sorted(held):
         # Tables that old releases saved, and a head that is tied and so never used.
         if name not in known and not name.endswith(".rotary_emb.inv_freq") and name != "lm_head.weight":
-            raise UserError(_FIELD, str(path), f"holds {name}, which the model does not have")
+            raise UserError(_FIELD, path, f"holds {name}, which the model does not have")
 
 
 def _load_file(
-    path: Path, parameter_by_name: Mapping[str, torch.nn.Parameter], known: frozenset[str], roots: Roots
+    path: str, parameter_by_name: Mapping[str, torch.nn.Parameter], known: frozenset[str], roots: Roots
 ) -> None:
     try:
         with (
             readable(_FIELD, path),
-            roots.find(str(path), field=_FIELD).open() as file,
+            roots.find(path, field=_FIELD).open() as file,
             safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as tensors,
         ):
             held = frozenset(tensors.keys())
             _check_known(path, held, known)
             for name, parameter in parameter_by_name.items():
                 if name not in held:
-                    raise UserError(_FIELD, str(path), f"does not hold {name}")
+                    raise UserError(_FIELD, path, f"does not hold {name}")
                 part = tensors.get_slice(name)
                 _check(path, name, tuple(part.get_shape()), part.get_dtype(), tuple(parameter.shape))
                 with torch.no_grad():
                     parameter.copy_(tensors.get_tensor(name))
                 call_moved()
     except SafetensorError as error:
-        raise UserError(_FIELD, str(path), f"cannot be read as safetensors: {error}") from error
+        raise UserError(_FIELD, path, f"cannot be read as safetensors: {error}") from error
 
 
-def _check(path: Path, name: str, theirs: tuple[int, ...], dtype: str, ours: tuple[int, ...]) -> None:
+def _check(path: str, name: str, theirs: tuple[int, ...], dtype: str, ours: tuple[int, ...]) -> None:
     if theirs != ours:
-        raise UserError(_FIELD, str(path), f"{name} is {list(theirs)} where the model has {list(ours)}")
+        raise UserError(_FIELD, path, f"{name} is {list(theirs)} where the model has {list(ours)}")
     if dtype not in _FLOATS:
-        raise UserError(_FIELD, str(path), f"{name} is {dtype}; floating-point numbers are needed")
+        raise UserError(_FIELD, path, f"{name} is {dtype}; floating-point numbers are needed")
 
 
-def _read_object(path: Path, roots: Roots) -> Mapping[str, object]:
-    with readable(_FIELD, path), roots.find(str(path), field=_FIELD).open() as file:
+def _read_object(path: str, roots: Roots) -> Mapping[str, object]:
+    with readable(_FIELD, path), roots.find(path, field=_FIELD).open() as file:
         content = file.read()
     try:
         value: object = json.loads(content.decode())
     except ValueError as error:
-        raise UserError(_FIELD, str(path), f"is not JSON: {error}") from error
+        raise UserError(_FIELD, path, f"is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise UserError(_FIELD, str(path), "is not a JSON object")
+        raise UserError(_FIELD, path, "is not a JSON object")
     return value

@@ -10,8 +10,8 @@ from skein.sim.processes.worker import SimWorker
 from skein.types import Incarnation, JobId, WorkerId
 
 OPEN_S = 0.4
-LACKING = ("data.sources[0].path", "/corpus", "no such file or folder on this worker")
-"""A missing file, as `UserError` has it."""
+LACKING = ("data.sources[0].path", "data://simulated", "is not offered by this worker")
+"""Data that a worker does not offer, as `UserError` has it."""
 
 
 class SimData:

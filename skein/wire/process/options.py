@@ -25,6 +25,15 @@ checkpoint_root_option = click.option(
 )
 
 
+offers_option = click.option(
+    "--data",
+    "offers",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="A folder or file that jobs may name, as data://NAME. May be given again.",
+)
+
+
 def data_root_option(*, shown: str, meaning: str) -> Callable[[Command], Command]:
     """`--data-root`, any number of folders.
 

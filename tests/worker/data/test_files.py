@@ -7,7 +7,7 @@ import pytest
 
 from skein.errors import UnfitError
 from skein.storage.outside import Outside
-from skein.storage.roots import EVERYTHING
+from skein.storage.roots import EVERYTHING, Roots
 from worker.data.files import DataFile, open_files
 
 
@@ -58,3 +58,12 @@ async def test_every_empty_file_is_a_sign_of_life(tmp_path: Path) -> None:
     # Once when it is listed, once when it is looked for in the roots, once when it is opened.
     assert len(await outside.answer(partial(found, tmp_path, "*.txt"), "data")) == 10
     assert outside.num_moved == 30
+
+
+def test_files_of_an_offered_folder_are_named_below_it(folder: Path) -> None:
+    roots = Roots.of("--data-root", [], usual="data", offers={"books": folder})
+    files = open_files("data://books/in", ["**/*.txt"], field="data.sources[0]", roots=roots)
+    assert [file.name for file in files] == [file.name for file in found(folder / "in", "**/*.txt")]
+    (folder / "in" / "out.txt").symlink_to("/etc/hostname")
+    with pytest.raises(UnfitError, match="leads out of what is offered as books"):
+        open_files("data://books/in", ["*.txt"], field="data.sources[0]", roots=roots)

@@ -204,6 +204,15 @@ def test_weights_outside_the_roots_are_the_workers_own_trouble(tmp_path: Path) -
         load_huggingface(tmp_path / "elsewhere", part(llama(), 0, 1), roots)
 
 
+def test_weights_that_a_worker_offers_are_found_by_name(tmp_path: Path) -> None:
+    model = llama()
+    written(model, tmp_path)
+    roots = Roots.of("--data-root", [], usual="data", offers={"begun": tmp_path})
+    load_huggingface("data://begun", part(model, 0, 1), roots)
+    with pytest.raises(UnfitError, match="which offers data://begun"):
+        load_huggingface("data://other", part(model, 0, 1), roots)
+
+
 def test_absent_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnfitError, match="No such file"):
         load_huggingface(tmp_path / "absent", part(llama(), 0, 1))
