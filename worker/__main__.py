@@ -7,6 +7,7 @@ from typing import Literal
 
 import click
 
+from skein.config.resources import parse_labels
 from skein.errors import UserError
 from skein.units import parse_bytes
 from skein.wire.process.logs import LogFormat
@@ -51,6 +52,13 @@ def _memory(text: str | None) -> int | None:
     help="Carry what workers send each other that cannot dial each other.",
 )
 @click.option(
+    "--label",
+    "labels",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="For jobs to ask for, such as gpu=h100. May be given again.",
+)
+@click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where torch computes."
 )
 @click.option("--memory", metavar="SIZE", show_default="most of what is free", help="What a job may use.")
@@ -88,6 +96,7 @@ def up(
     port: int,
     advertise: str | None,
     offers_relay: bool,
+    labels: tuple[str, ...],
     device: Literal["auto", "cpu", "cuda"],
     memory: str | None,
     token_file: Path | None,
@@ -109,6 +118,7 @@ def up(
         port=port,
         advertise=advertise,
         offers_relay=offers_relay,
+        labels=parse_labels(labels),
         device=device,
         memory_bytes=_memory(memory),
         token_file=token_file,

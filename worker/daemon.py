@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from skein.config.location import parse_offers
+from skein.config.resources import Label
 from skein.errors import RemoteError, UserError
 from skein.own import install_hint
 from skein.protocol.worker.worker_io import StopRequested, WorkerEvent
@@ -64,6 +65,7 @@ class WorkerOptions:
         port: 0 takes a free one.
         advertise: host, or host:port, that peers shall use instead; behind NAT, for instance.
         offers_relay: carry what workers send each other that cannot dial each other.
+        labels: what jobs may ask for, each key once.
         memory_bytes: that a job may use; by default most of what is free.
         offers: data, tokenizers and weights that jobs may name without knowing where they lie: NAME=PATH each.
         data_roots: folders outside of which jobs name no other; by default one of our own, unless there are `offers`.
@@ -78,6 +80,7 @@ class WorkerOptions:
     port: int = 0
     advertise: str | None = None
     offers_relay: bool = False
+    labels: tuple[Label, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_bytes: int | None = None
     token_file: Path | None = None
@@ -253,6 +256,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail, wallet: Wallet | None) 
         cache=usual_cache(),
         host=socket.gethostname(),
         offers_relay=options.offers_relay,
+        labels=options.labels,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from skein.config.resources import Label
 from skein.protocol.messages.directives import Member
 from skein.protocol.worker.keeping.desk import Desk
 from skein.protocol.worker.worker import Worker
@@ -69,7 +70,7 @@ class WorkerSetting:
     `host` is the machine's name, `secret` what a later process of the same name shows to take its place at once.
     `watch` is told of moments as `WorkerDriver` says, and "before Give ..." to a peer that asks for state.
     `places` are what jobs may name; `cache` is the folder of tokens, None: they are not kept. `offers_relay`: carry
-    what others send each other.
+    what others send each other. `labels`: what its owner says of it, for jobs to ask for.
     """
 
     worker: WorkerId
@@ -95,6 +96,7 @@ class WorkerSetting:
     places: Places = ANYWHERE
     cache: Path | None = None
     offers_relay: bool = False
+    labels: tuple[Label, ...] = ()
 
 
 async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) -> Exit:
@@ -303,6 +305,7 @@ async def _identity(setting: WorkerSetting, executor: Executor, port: int) -> Id
         host=setting.host,
         secret=setting.secret,
         offers_relay=setting.offers_relay,
+        labels=setting.labels,
     )
     _log.info(
         "worker=%s site=%s address=%s joins %s: %s",

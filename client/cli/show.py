@@ -242,7 +242,7 @@ def worker_row(status: WorkerStatus) -> tuple[str, ...]:
     return (
         status.worker,
         status.state,
-        status.site,
+        status.site + _labelled(status),
         status.address + _reached(status),
         profile.device,
         _speed(profile),
@@ -251,6 +251,10 @@ def worker_row(status: WorkerStatus) -> tuple[str, ...]:
         ",".join(map(str, status.stages)) or _NONE,
         f"{status.beat_age_s:.1f} s ago",
     )
+
+
+def _labelled(status: WorkerStatus) -> str:
+    return f" ({', '.join(map(str, status.labels))})" if status.labels else ""
 
 
 def _reached(status: WorkerStatus) -> str:

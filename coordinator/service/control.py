@@ -10,7 +10,8 @@ import grpc
 from coordinator.driver import Driver
 from coordinator.lead.lease import Lead
 from coordinator.streams import Stream
-from skein.errors import RemoteError
+from skein.config.resources import Label, check_labels
+from skein.errors import RemoteError, UserError
 from skein.protocol.messages.directives import Refused
 from skein.protocol.messages.reports import Hello
 from skein.types import WORKER_NAME_PATTERN, WorkerId
@@ -100,6 +101,7 @@ async def _hello(reports: AsyncIterator[control_pb2.Report]) -> Hello:
     _check_name("worker", first.worker)
     _check_name("incarnation", first.incarnation)
     _check_name("site", first.site)
+    _check_labels(first.labels)
     if len(first.secret) > MAX_SECRET or len(first.host) > MAX_HOST or not first.host.isprintable():
         raise RemoteError(
             f"a secret of at most {MAX_SECRET} characters and a host of at most {MAX_HOST} are wanted"
@@ -124,6 +126,13 @@ def _check_name(field: str, name: WorkerId | str) -> None:
         raise RemoteError(
             f"{field} {name[:64]!r}: use up to 64 letters, digits, dots, dashes and underscores"
         )
+
+
+def _check_labels(labels: tuple[Label, ...]) -> None:
+    try:
+        check_labels("labels", labels)
+    except UserError as error:
+        raise RemoteError(str(error)) from error
 
 
 def _short(line: LogLine) -> LogLine:

@@ -157,6 +157,7 @@ class Roster:
             beat_age_s=max(0.0, now - entry.heard_at),
             measured_age_s=max(0.0, now - entry.measured_at),
             offers_relay=entry.hello.offers_relay,
+            labels=entry.hello.labels,
             reached_by=self._reached_by(worker),
         )
 

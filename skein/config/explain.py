@@ -85,7 +85,8 @@ class _Book:
 
     def _inside(self, schema: Schema, part: int | str) -> Schema:
         if isinstance(part, str):
-            return self._resolved(_fields(schema).get(part, {}))
+            others = schema.get("additionalProperties")
+            return self._resolved(_fields(schema).get(part, others if isinstance(others, dict) else {}))
         entries = cast("Sequence[Schema]", schema.get("prefixItems", ()))
         return self._resolved(
             entries[part] if part < len(entries) else cast("Schema", schema.get("items", {}))

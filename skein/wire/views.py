@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from skein.config.resources import Label
 from skein.plan.changing.redundancy import Shortfall
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.log.records import Incident
@@ -178,6 +179,8 @@ class WorkerStatus:
     reached_by: tuple[WorkerId, ...] = ()
     """Relays by which peers that cannot dial it reach it; its own name where it is called back over a connection that
     it dialled, "" for the coordinator."""
+    labels: tuple[Label, ...] = ()
+    """Labels that its owner gave it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,10 +38,14 @@ BETAS = "give a list of 2, each a number of at least 0 and below 1"
 NAME = "give text: 1 to 63 lower-case letters, digits and inner hyphens"
 FORMATS = "give a mapping whose format is digits, jsonl, parquet, text or tokens"
 SOURCES = "give a list of 1 to 64, each a mapping whose format is digits, jsonl, parquet, text or tokens"
+LABEL = "give KEY=VALUE, each of up to 64 letters, digits, dots, dashes and underscores, as in gpu=h100"
 SYNTAX = "check indentation, colons, brackets and quotes there"
 
 # One change to a good job, and the whole of what is said about it.
 WRONG_VALUES = {
+    "resources.labels={gpu: h 100}": f"resources.labels: 'gpu=h 100': {LABEL}",
+    "resources.labels={gpu: 80}": "resources.labels.gpu: 80: give text",
+    "resources.labels=[gpu]": "resources.labels: ['gpu']: give a mapping",
     "budget.steps=true": f"budget.steps: true: {STEPS}",
     "budget.steps='5'": f"budget.steps: '5': {STEPS}",
     "budget.steps=5.5": f"budget.steps: 5.5: {STEPS}",

@@ -5,6 +5,7 @@ from dataclasses import replace
 from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import Roster
 from skein import PROTOCOL_VERSION
+from skein.config.resources import Label
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import DrainAsked, ReportArrived, StreamBroken
 from skein.protocol.deadline import TimePassed
@@ -51,10 +52,11 @@ def test_a_worker_whose_stream_broke_is_lost_and_stays_listed() -> None:
     assert status.state is WorkerState.LOST
 
 
-def test_a_worker_says_by_which_relays_it_is_reached_and_whether_it_is_one() -> None:
+def test_a_worker_says_its_labels_by_which_relays_it_is_reached_and_whether_it_is_one() -> None:
     desk = Desk()
     desk.join("a", "b")
-    desk.report("c", replace(support.hello("c"), offers_relay=True))
+    labels = (Label(key="gpu", value="h100"),)
+    desk.report("c", replace(support.hello("c"), offers_relay=True, labels=labels))
     desk.incarnations[WorkerId("c")] = Incarnation("c-1")
     for one, other in (("a", "b"), ("b", "a"), ("c", "a")):
         desk.report(one, LinksMeasured(links=(), unreached=(Unreached(peer=WorkerId(other)),)))
@@ -64,6 +66,7 @@ def test_a_worker_says_by_which_relays_it_is_reached_and_whether_it_is_one() -> 
     assert found[WorkerId("a")].reached_by == (COORDINATOR_RELAY, "a")
     assert (found[WorkerId("b")].reached_by, found[WorkerId("c")].reached_by) == ((COORDINATOR_RELAY,), ())
     assert [status.offers_relay for status in found.values()] == [False, False, True]
+    assert [status.labels for status in found.values()] == [(), (), labels]
     metrics = CoordinatorMetrics()
     metrics.sample(
         desk.machine.view, (), relay=Switchboard(is_offered=True), num_streams=0, lag_s=0.0, now=desk.now

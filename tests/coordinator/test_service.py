@@ -19,6 +19,7 @@ from coordinator.records.store import RunLog
 from coordinator.serving import Serving, ServingOptions
 from coordinator.telling.metrics import CoordinatorMetrics
 from skein import PROTOCOL_VERSION
+from skein.config.resources import MAX_LABELS, Label
 from skein.errors import LocalError, UserError
 from skein.protocol.coordinator.coordinator import MAX_REFUSED
 from skein.protocol.messages.directives import Count, NewGeneration, Refused, Welcome
@@ -122,6 +123,9 @@ async def test_a_name_survives_a_restart_of_the_coordinator(tmp_path: Path) -> N
         hello(incarnation="ä"),
         hello(secret="x" * 65),
         replace(hello(), site=SiteId("here; moves there")),
+        replace(hello(), labels=(Label(key="gpu", value="h100\n"),)),
+        replace(hello(), labels=(Label(key="gpu", value="a"), Label(key="gpu", value="b"))),
+        replace(hello(), labels=tuple(Label(key=f"k{i}", value="v") for i in range(MAX_LABELS + 1))),
     ],
 )
 async def test_a_stream_that_begins_with_no_proper_hello_is_refused(

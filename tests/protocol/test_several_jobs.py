@@ -1,6 +1,8 @@
 """Several jobs beside each other at one coordinator, each with its own crew."""
 
-from skein.config.resources import ResourcesSpec
+from dataclasses import replace
+
+from skein.config.resources import ResourcesSpec, parse_labels
 from skein.protocol.coordinator.coordinator_io import CancelAsked, Send
 from skein.protocol.coordinator.runs.gathering import GATHER_S
 from skein.protocol.coordinator.scheduling.scheduler import LOOK_S
@@ -11,6 +13,7 @@ from skein.protocol.messages.reports import Trouble
 from skein.types import JobId, JobState
 from tests.support.desk import Desk
 from tests.support.plans import grid_plan
+from tests.support.reports import hello
 from tests.support.runs import PAIRS, PAIRS_SPEC, PLAN, SPEC, later, stepping
 
 FIRST, SECOND = JobId("small-1"), JobId("small-2")
@@ -117,6 +120,21 @@ def test_a_job_of_a_higher_priority_has_the_other_saved_and_wait() -> None:
     assert crews(desk)[SECOND] == ("w0a", "w1a")
     assert desk.machine.view.state_of(FIRST) is JobState.PAUSED
     assert desk.machine.history.jobs[FIRST].newest_checkpoint is not None
+
+
+def test_a_job_has_workers_with_its_labels_alone() -> None:
+    desk = stepping()
+    desk.join("x")
+    for worker, memory in (("y", "80g"), ("z", "40g")):
+        labels = parse_labels(["gpu=h100", f"memory={memory}"])
+        desk.report(worker, replace(hello(worker), labels=labels))
+    resources = ResourcesSpec(labels={"gpu": "h100", "memory": "80g"})
+    desk.submit(SPEC.model_copy(update={"resources": resources}), key="b")
+    assert crews(desk)[SECOND] == ("y",)
+    other = ResourcesSpec(labels={"gpu": "a100", "memory": "80g"}, sites=("here",))
+    third = desk.submit(SPEC.model_copy(update={"resources": other}), key="c")
+    told = "waiting for workers: it wants 1 at least at here with gpu=a100, memory=80g, and 0 are here"
+    assert desk.machine.view.reason_of(third) == told
 
 
 def test_a_job_that_wants_more_workers_than_are_here_says_so() -> None:

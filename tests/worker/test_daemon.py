@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from skein.config.resources import Label
 from skein.protocol.messages.directives import Dismiss, Refused
 from skein.protocol.messages.reports import Leaving
 from skein.types import SiteId
@@ -64,6 +65,12 @@ async def test_a_wrong_option_is_one_line_and_exit_code_2(
         (["--join", "127.0.0.1:1", "--memory", "much"], "8 GiB"),
         (["--join", "127.0.0.1:1", "--device", "tpu"], "tpu"),
         (["--join", "127.0.0.1:1", "--nmae", "w"], "--nmae"),
+        (["--join", "127.0.0.1:1", "--label", "gpu"], "label: 'gpu=': give KEY=VALUE"),
+        (["--join", "127.0.0.1:1", "--label", "a=1", "--label", "a=2"], "label: 'a': give each key once"),
+        (
+            ["--join", "127.0.0.1:1", *(x for i in range(17) for x in ("--label", f"k{i}=v"))],
+            "give 16 at most",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(
@@ -136,6 +143,17 @@ async def test_a_program_that_embeds_the_worker_may_change_its_setting() -> None
         ended = asyncio.create_task(embedded)
         session = await coordinator.session()
         assert session.hello.site == "elsewhere"
+        session.say(WELCOME, Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
+        async with asyncio.timeout(WAIT_S):
+            assert await ended == DONE
+
+
+async def test_labels_go_up_with_the_hello() -> None:
+    async with puppet() as (coordinator, port):
+        labels = (Label(key="gpu", value="h100"),)
+        ended = asyncio.create_task(run_worker(WorkerOptions(join=f"127.0.0.1:{port}", labels=labels)))
+        session = await coordinator.session()
+        assert session.hello.labels == labels
         session.say(WELCOME, Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
         async with asyncio.timeout(WAIT_S):
             assert await ended == DONE

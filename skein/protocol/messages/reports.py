@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from skein.config.resources import Label
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages.directives import CheckpointFile, ChunkProgress, ChunkVersion, Count, Ledger
 from skein.protocol.messages.positions import LogPosition
@@ -44,6 +45,8 @@ class Hello:
     """Secret that a later process of this name must know to take its place at once; the coordinator keeps a digest."""
     offers_relay: bool = False
     """Whether it carries what others send each other."""
+    labels: tuple[Label, ...] = ()
+    """Labels that its owner gave it, each key once; at most `MAX_LABELS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,6 +162,7 @@ class Worker:
                 host=identity.host,
                 secret=identity.secret,
                 offers_relay=identity.offers_relay,
+                labels=identity.labels,
             )
         )
         if self._is_stopping:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from skein.config.resources import Label
 from skein.protocol.deadline import TimePassed
 from skein.protocol.messages.directives import (
     Assign,
@@ -35,7 +36,7 @@ class Identity:
     """Identity of a worker process, and what it measured of itself.
 
     `host`: name of its machine. `secret`: known to whoever may replace it under its name at once, "" for nobody.
-    `offers_relay`: whether it carries what others send each other.
+    `offers_relay`: whether it carries what others send each other. `labels`: what its owner says of it.
     """
 
     worker: WorkerId
@@ -46,6 +47,7 @@ class Identity:
     host: str = ""
     secret: str = field(default="", repr=False)
     offers_relay: bool = False
+    labels: tuple[Label, ...] = ()
 
 
 # --- events ---

@@ -810,6 +810,7 @@ class WorkerStatus(_message.Message):
     MEASURED_AGE_S_FIELD_NUMBER: _builtins.int
     OFFERS_RELAY_FIELD_NUMBER: _builtins.int
     REACHED_BY_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     site: _builtins.str
     address: _builtins.str
@@ -826,6 +827,8 @@ class WorkerStatus(_message.Message):
     def reached_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Relays; empty: the coordinator; the worker's own name: it is called back."""
 
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.Label]: ...
     def __init__(
         self,
         *,
@@ -840,10 +843,11 @@ class WorkerStatus(_message.Message):
         measured_age_s: _builtins.float = ...,
         offers_relay: _builtins.bool = ...,
         reached_by: _abc.Iterable[_builtins.str] | None = ...,
+        labels: _abc.Iterable[_ids_pb2.Label] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_job", b"_job", "job", b"job", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_job", b"_job", "address", b"address", "beat_age_s", b"beat_age_s", "job", b"job", "measured_age_s", b"measured_age_s", "offers_relay", b"offers_relay", "profile", b"profile", "reached_by", b"reached_by", "site", b"site", "stages", b"stages", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_job", b"_job", "address", b"address", "beat_age_s", b"beat_age_s", "job", b"job", "labels", b"labels", "measured_age_s", b"measured_age_s", "offers_relay", b"offers_relay", "profile", b"profile", "reached_by", b"reached_by", "site", b"site", "stages", b"stages", "state", b"state", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__job: _TypeAlias = _typing.Literal["job"]  # noqa: Y015
     _WhichOneofArgType__job: _TypeAlias = _typing.Literal["_job", b"_job"]  # noqa: Y015

@@ -145,7 +145,7 @@ class Scheduler:
     def _has_choice(self) -> bool:
         """Whether there is anything to decide: several jobs, or one that does not take everybody."""
         pending = self._pending()
-        return len(pending) > 1 or any(not _takes_all(job.spec) for job in pending)
+        return len(pending) > 1 or any(not job.spec.resources.takes_all for job in pending)
 
     def _begin_at_once(self, *, now: float) -> None:
         """Begin what an earlier coordinator had begun, what is to end, and the first job if none is under way."""
@@ -240,12 +240,14 @@ class Scheduler:
         )
 
     def _may_use(self, job: JobId, spec: JobSpec) -> frozenset[WorkerId]:
-        sites, run = spec.resources.sites, self.runs.get(job)
+        resources, run = spec.resources, self.runs.get(job)
         excluded = () if run is None else run.excluded
         return frozenset(
             worker
             for worker, entry in self._live.items()
-            if not entry.is_leaving and worker not in excluded and (not sites or entry.hello.site in sites)
+            if not entry.is_leaving
+            and worker not in excluded
+            and resources.allows(entry.hello.site, entry.hello.labels)
         )
 
     def _stands(self) -> list[WorkerStand]:
@@ -298,10 +300,9 @@ class Scheduler:
 
     def _why(self, job: JobHistory, shares: Shares) -> str:
         """Reason why a job has no workers yet, in words."""
-        may_use, sites = self._may_use(job.job, job.spec), job.spec.resources.sites
+        may_use, where = self._may_use(job.job, job.spec), job.spec.resources.where
         least = num_least(job.spec, len(may_use))
         coming = [worker for worker in shares.of(job.job) if self._crews.owner(worker) is not None]
-        where = f" at {' or '.join(sites)}" if sites else ""
         if coming:
             return f"waiting for {', '.join(sorted(coming))} to end a step of another job"
         if len(may_use) < least or not may_use:
@@ -355,8 +356,3 @@ def num_least(spec: JobSpec, num_here: int) -> int:
     whole = parallel.stages if walkers.have_equal_holders else num_wanted(parallel)
     most = spec.resources.max_workers or whole
     return max(1, min(whole, most, num_here))
-
-
-def _takes_all(spec: JobSpec) -> bool:
-    limits = spec.resources
-    return limits.min_workers is None and limits.max_workers is None and not limits.sites
