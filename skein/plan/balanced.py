@@ -34,11 +34,10 @@ from skein.plan.clock.timing import (
     with_times,
 )
 from skein.plan.clock.walked import pace_of, sums_of, walked_s
-from skein.plan.cut import cut, cut_costs
+from skein.plan.cut import cut, cut_under_memory
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import (
     StageLoad,
-    layer_bytes,
     slots_within,
     stage_loads,
 )
@@ -236,24 +235,19 @@ def _replan(setting: Setting, previous: Plan) -> Plan | None:
     # Who is too slow for a microbatch holds silently, where that can be.
     kept = of_use(demand, setting.pool, held) if setting.job.aggregation.is_additive else held
     seating = reseat(demand, setting.pool, kept) or seat(demand, setting.pool)
-    return None if isinstance(seating, Infeasible) else _finish(setting, previous.stages, seating, previous)
+    return None if seating is None else _finish(setting, previous.stages, seating, previous)
 
 
 def _plan_afresh(setting: Setting, even: tuple[StageSpec, ...]) -> Plan | Infeasible:
     seating = seat(setting.demand(even), setting.pool)
-    if isinstance(seating, Infeasible):
-        return _plan_by_memory(setting) or seating
-    return _finish(setting, even, seating, None)
-
-
-def _plan_by_memory(setting: Setting) -> Plan | None:
-    """A cut by bytes instead of FLOPs: slower, for fleets where nothing else fits."""
-    parallel, memory_bytes = setting.job.parallel, np.sort(setting.pool.memory_bytes)[::-1]
-    largest = [float(max(x, 1)) for x in memory_bytes[: parallel.stages]]
-    bearable = largest if len(largest) == parallel.stages else None
-    stages = cut_costs(layer_bytes(setting.job), parallel.stages, parallel.layout, speeds=bearable)
-    seating = seat(setting.demand(stages), setting.pool)
-    return None if isinstance(seating, Infeasible) else _finish(setting, stages, seating, None)
+    if seating is not None:
+        return _finish(setting, even, seating, None)
+    fitting = cut_under_memory(setting.job, setting.pool)
+    if isinstance(fitting, Infeasible):
+        return fitting
+    seating = reseat(setting.demand(fitting.stages), setting.pool, enumerate(fitting.worker_by_stage))
+    assert seating is not None, "every stage has a worker with room for it"
+    return _finish(setting, fitting.stages, seating, None)
 
 
 def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, previous: Plan | None) -> Plan:

@@ -1,17 +1,32 @@
-"""Layers into stages: contiguous, with the slowest stage as fast as it can be."""
+"""Layers into stages: contiguous, the slowest as fast as it can be, within workers' memory where that is scarce.
 
-from collections.abc import Sequence
+Rules of this file
+- A matrix of runs of layers, (num_layers + 1) squared, has their first layer as row and their end as column; an
+  infinite cell is no run. In `LOOP` the head lies with the first stage, so row 0 has it too.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import NamedTuple
 
 import numpy as np
 
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.layers import LayerSpec
+from skein.plan.load import span_bytes
+from skein.plan.place import Pool
+from skein.plan.plan import Infeasible
 from skein.topology.links import F64
 from skein.types import Layout, StageIndex, StageSpec
+from skein.units import format_bytes
 
 # Sums of equal layers may differ by rounding; 1e-9 is far above that and far below one layer in 512.
 _MARGIN = 1 + 1e-9
+_MOST_WORK = 3e8
+"""Cells that a cut under memory looks at, some seconds; where there would be more, workers count as alike."""
 
 
 def cut(
@@ -32,18 +47,56 @@ def cut(
         UserError: there are fewer layers than stages.
     """
     check_num_stages(len(layers), num_stages, layout)
-    return cut_costs([x.forward_flops + x.backward_flops for x in layers], num_stages, layout, speeds=speeds)
+    return _specs(_stops(_times(layers, layout, speeds or [1.0] * num_stages)), layout)
 
 
-def cut_costs(
-    costs: Sequence[float], num_stages: int, layout: Layout, *, speeds: Sequence[float] | None = None
-) -> tuple[StageSpec, ...]:
-    """Stages as of `cut`, for any cost per layer (bytes, say) and what each stage can bear of it."""
-    array = np.asarray(costs, dtype=np.float64)
-    if layout is Layout.LINE:
-        return _specs(partition(array, num_stages, speeds=speeds))
-    body = partition(array[:-1], num_stages, speeds=speeds, extra_first=float(array[-1]))
-    return _specs((*body, len(array)))
+def cut_within(
+    job: JobSpec, speeds: Sequence[float], rooms_bytes: Sequence[float]
+) -> tuple[StageSpec, ...] | None:
+    """Stages as of `cut` for these speeds, of no more than so many bytes with one slot; None if there are none."""
+    layout = job.parallel.layout
+    [sizes_bytes] = _sizes_bytes(job, 1)
+    times = [
+        np.where(sizes_bytes <= room_bytes, part_s, np.inf)
+        for part_s, room_bytes in zip(_times(job.layers, layout, speeds), rooms_bytes, strict=True)
+    ]
+    stops = _stops(times)
+    ends = pairwise((0, *stops))
+    return (
+        _specs(stops, layout) if all(np.isfinite(x[at]) for x, at in zip(times, ends, strict=True)) else None
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittingCut:
+    """Stages, the head of `LOOP` last, and for each of the others the position in the pool of who has room for it."""
+
+    stages: tuple[StageSpec, ...]
+    worker_by_stage: tuple[int, ...]
+
+
+def cut_under_memory(job: JobSpec, pool: Pool) -> FittingCut | Infeasible:
+    """The cut whose slowest worker is the fastest, of all that keep to every worker's memory with one slot a stage.
+
+    A worker holds one stage, or several adjacent ones where one each does not fit. Workers are taken in every order:
+    a dynamic programme over who is used and how far the layers are cut, least[used + w][j] = min over i of
+    max(least[used][i], cost(i..j) / speed_w) where bytes(i..j) fits w. Of a dozen workers or more, those most alike
+    count as the slowest and the smallest of them.
+    """
+    nearest = None
+    for most_held in sorted({1, job.parallel.stages}):
+        programme = _programme(job, pool, most_held)
+        if programme is None:
+            break
+        runs = programme.runs(programme.paces)
+        if runs is not None:
+            return _fitting(job, pool, programme, runs)
+        nearest = programme
+    runs = None if nearest is None else nearest.runs(nearest.shares)
+    if nearest is None or runs is None:
+        reason = f"{len(job.layers)} layers are too many to cut by the bytes of {len(pool.workers)} workers"
+        return Infeasible(reason=f"{reason}: set fewer parallel.stages, or add workers")
+    return Infeasible(reason=_shortage(pool, nearest, runs))
 
 
 def check_num_stages(num_layers: int, num_stages: int, layout: Layout) -> None:
@@ -74,57 +127,216 @@ def check_job(job: JobSpec) -> None:
         raise UserError("parallel.replicas", job.parallel.replicas, hint)
 
 
-def partition(
-    costs: F64, num_parts: int, *, speeds: Sequence[float] | None = None, extra_first: float = 0.0
-) -> tuple[int, ...]:
-    """Stops of `num_parts` contiguous, non-empty parts of `costs`, such that max(cost / speed) is least.
+def _specs(stops: Sequence[int], layout: Layout) -> tuple[StageSpec, ...]:
+    every = (*stops, stops[-1] + 1) if layout.comes_back else stops
+    return tuple(
+        StageSpec(index=StageIndex(i), first=first, stop=stop)
+        for i, (first, stop) in enumerate(pairwise((0, *every)))
+    )
 
-    >>> partition(np.array([1.0, 1.0, 1.0, 3.0]), 2)
-    (3, 4)
+
+def _times(layers: Sequence[LayerSpec], layout: Layout, speeds: Sequence[float]) -> list[F64]:
+    """For each speed the times of all runs of layers, over that of the whole model at the greatest speed."""
+    sums = np.cumsum([0.0, *(x.forward_flops + x.backward_flops for x in layers)])
+    spans = sums[None, :] - sums[:, None]
+    spans[np.tril_indices(len(sums))] = np.inf
+    spans = spans / max(float(sums[-1]), 1.0)
+    shares = _with_head(spans, spans, layout)
+    return [shares / (speed / max(speeds)) for speed in speeds]
+
+
+def _with_head(spans: F64, single: F64, layout: Layout) -> F64:
+    """The runs that stages may be, of those of all layers: in `LOOP` the head, as in `single`, lies with the first."""
+    if not layout.comes_back:
+        return spans
+    body = spans[:-1, :-1].copy()
+    body[0] += single[-2, -1]
+    return body
+
+
+def _sizes_bytes(job: JobSpec, most_held: int) -> list[F64]:
+    """Bytes of all runs of layers as one stage, two, and so on."""
+    sizes_bytes = [span_bytes(job, held) for held in range(1, most_held + 1)]
+    return [_with_head(x, sizes_bytes[0], job.parallel.layout) for x in sizes_bytes]
+
+
+def _stops(times: Sequence[F64]) -> tuple[int, ...]:
+    """Stops of contiguous, non-empty parts, such that the greatest is least.
+
+    >>> _stops([np.array([[np.inf, 1.0, 4.0], [np.inf, np.inf, 3.0], [np.inf] * 3])] * 2)
+    (1, 2)
     """
-    if speeds is not None and len(speeds) != num_parts:
-        raise ValueError(f"{len(speeds)} speeds for {num_parts} parts")
-    times = _Times(costs, speeds or [1.0] * num_parts, extra_first)
     # Two passes: first the least greatest time, then the evenest of those that keep to it.
-    worst = np.full(len(costs) + 1, np.inf)
+    worst = np.full(len(times[0]), np.inf)
     worst[0] = 0.0
-    for part in range(num_parts):
-        worst = np.maximum(worst[:, None], times.of(part)).min(axis=0)
+    for part_s in times:
+        worst = np.maximum(worst[:, None], part_s).min(axis=0)
     bound = worst[-1] * _MARGIN
-    total = np.full(len(costs) + 1, np.inf)
+    total = np.full(len(times[0]), np.inf)
     total[0] = 0.0
     choices = []
-    for part in range(num_parts):
-        part_s = times.of(part)
+    for part_s in times:
         sums = total[:, None] + np.where(part_s <= bound, part_s * part_s, np.inf)
         choices.append(sums.argmin(axis=0))
         total = sums.min(axis=0)
-    stops = [len(costs)]
+    stops = [len(total) - 1]
     for choice in reversed(choices[1:]):
         stops.append(int(choice[stops[-1]]))
     return tuple(reversed(stops))
 
 
-class _Times:
-    """Per part a matrix: its time for the items from row up to column, infinite where there are none."""
+class _Kind(NamedTuple):
+    """Workers that a cut need not tell apart: the slowest's speed and the smallest's memory stand for all."""
 
-    def __init__(self, costs: F64, speeds: Sequence[float], extra_first: float) -> None:
-        sums = np.concatenate([[0.0], np.cumsum(costs)])
-        ranges = sums[None, :] - sums[:, None]
-        ranges[np.tril_indices(len(sums))] = np.inf
-        scale = max(float(sums[-1]) + extra_first, 1.0)
-        self._costs = ranges / scale
-        self._extra = extra_first / scale
-        self._speeds = [speed / max(speeds) for speed in speeds]
-
-    def of(self, part: int) -> F64:
-        costs: F64 = (self._costs + self._extra if part == 0 else self._costs) / self._speeds[part]
-        return costs
+    workers: tuple[int, ...]
+    speed: float
+    room_bytes: float
 
 
-def _specs(stops: Sequence[int]) -> tuple[StageSpec, ...]:
-    firsts = (0, *stops[:-1])
+_Run = tuple[int, int]
+"""A kind, and how many adjacent stages one of its workers holds."""
+_State = tuple[tuple[int, ...], int]
+"""Number of used workers of each kind, and of stages that are cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Programme:
+    """The cut of a model for kinds of workers.
+
+    `times` as of `_times`, one for each kind; `sizes_bytes[n - 1]` those of runs of layers as n stages.
+    """
+
+    kinds: tuple[_Kind, ...]
+    num_stages: int
+    times: Sequence[F64]
+    sizes_bytes: Sequence[F64]
+
+    def paces(self, run: _Run) -> F64:
+        """Times of what fits."""
+        kind, held = run
+        return np.where(self.sizes_bytes[held - 1] <= self.kinds[kind].room_bytes, self.times[kind], np.inf)
+
+    def shares(self, run: _Run) -> F64:
+        """Bytes over those that there are."""
+        kind, held = run
+        shares: F64 = self.sizes_bytes[held - 1] / max(self.kinds[kind].room_bytes, 1.0)
+        return shares
+
+    def runs(self, measure: Callable[[_Run], F64]) -> tuple[_Run, ...] | None:
+        """Runs, first to last, whose greatest measure is least; None if every cut has an infinite one."""
+        every = product(range(len(self.kinds)), range(1, len(self.sizes_bytes) + 1))
+        options = {run: measure(run) for run in every}
+        begin = np.full(len(self.times[0]), np.inf)
+        begin[0] = 0.0
+        # Of each state the least greatest measure up to each layer.
+        least: dict[_State, F64] = {((0,) * len(self.kinds), 0): begin}
+        edge = [*least]
+        while edge:
+            found: dict[_State, F64] = {}
+            for state, run in product(edge, options):
+                after = self._moved(state, run, 1)
+                if after is not None:
+                    row = np.maximum(least[state][:, None], options[run]).min(axis=0)
+                    found[after] = np.minimum(found.get(after, np.inf), row)
+            least |= found
+            edge = [state for state, row in found.items() if np.isfinite(row).any()]
+        ends = [state for state, row in least.items() if state[1] == self.num_stages and np.isfinite(row[-1])]
+        return self._back(min(ends, key=lambda state: least[state][-1]), least, options) if ends else None
+
+    def _moved(self, state: _State, run: _Run, by: int) -> _State | None:
+        """The state with a run more (`by` 1) or less (-1); None if there is none."""
+        (kind, held), (used, num_cut) = run, state
+        count, num_cut = used[kind] + by, num_cut + by * held
+        if not 0 <= count <= len(self.kinds[kind].workers) or not 0 <= num_cut <= self.num_stages:
+            return None
+        return (*used[:kind], count, *used[kind + 1 :]), num_cut
+
+    def _back(
+        self, state: _State, least: Mapping[_State, F64], options: Mapping[_Run, F64]
+    ) -> tuple[_Run, ...]:
+        """Runs that lead to the end of the layers in `state`."""
+        runs: list[_Run] = []
+        stop = len(least[state]) - 1
+        while state[1]:
+            run, state, stop = next(self._steps_back(state, stop, least, options))
+            runs.append(run)
+        return tuple(reversed(runs))
+
+    def _steps_back(
+        self, state: _State, stop: int, least: Mapping[_State, F64], options: Mapping[_Run, F64]
+    ) -> Iterator[tuple[_Run, _State, int]]:
+        """Last runs that may lead to `stop` in `state`, each with the state before it and its first layer."""
+        for run, measured in options.items():
+            before = self._moved(state, run, -1)
+            if before is not None and before in least:
+                row = np.maximum(least[before], measured[:, stop])
+                if row.min() == least[state][stop]:
+                    yield run, before, int(row.argmin())
+
+
+def _programme(job: JobSpec, pool: Pool, most_held: int) -> _Programme | None:
+    """The programme in which a worker holds up to so many stages; None if that takes too long even for one kind."""
+    layout, num_stages = job.parallel.layout, job.parallel.stages
+    sizes_bytes = _sizes_bytes(job, most_held)
+    most = _MOST_WORK / (sizes_bytes[0].size * most_held * (num_stages if most_held > 1 else 1))
+    if most < 1:
+        return None
+    kinds = _kinds(pool, num_stages, most)
+    times = _times(job.layers, layout, [kind.speed for kind in kinds])
+    return _Programme(kinds=kinds, num_stages=num_stages, times=times, sizes_bytes=sizes_bytes)
+
+
+def _kinds(pool: Pool, num_stages: int, most: float) -> tuple[_Kind, ...]:
+    """Kinds of workers, told apart where they differ most, as long as there are at most so many ways to use them."""
+    order = np.lexsort((pool.speeds, pool.memory_bytes))
+    sizes = np.log(np.maximum([pool.memory_bytes[order], pool.speeds[order]], 1.0))
+    gaps = np.abs(np.diff(sizes)).sum(axis=0)
+    kinds = [order]
+    for num_gaps in range(1, np.count_nonzero(gaps) + 1):
+        finer = np.split(order, np.sort(np.argsort(-gaps, kind="stable")[:num_gaps]) + 1)
+        if len(finer) * math.prod(min(len(members), num_stages) + 1 for members in finer) > most:
+            break
+        kinds = finer
     return tuple(
-        StageSpec(index=StageIndex(i), first=first, stop=stop)
-        for i, (first, stop) in enumerate(zip(firsts, stops, strict=True))
+        _Kind(
+            workers=tuple(members.tolist()),
+            speed=float(pool.speeds[members].min()),
+            room_bytes=float(pool.memory_bytes[members].min()),
+        )
+        for members in kinds
+    )
+
+
+def _fitting(job: JobSpec, pool: Pool, programme: _Programme, runs: Sequence[_Run]) -> FittingCut:
+    ends = [*pairwise((0, *_stops([programme.paces(run) for run in runs])))]
+    stops: list[int] = []
+    workers = [0] * len(runs)
+    # Of a kind, the fastest have the longest runs.
+    free = {kind: sorted(x.workers, key=lambda w: pool.speeds[w]) for kind, x in enumerate(programme.kinds)}
+    for at in sorted(range(len(runs)), key=lambda at: -programme.times[runs[at][0]][ends[at]]):
+        workers[at] = free[runs[at][0]].pop()
+    for (kind, held), (first, stop) in zip(runs, ends, strict=True):
+        within = programme.times[kind][first : stop + 1, first : stop + 1]
+        stops += [first + x for x in _stops([within] * held)]
+    return FittingCut(
+        stages=_specs(stops, job.parallel.layout),
+        worker_by_stage=tuple(w for w, (_, held) in zip(workers, runs, strict=True) for _ in range(held)),
+    )
+
+
+def _shortage(pool: Pool, programme: _Programme, runs: Sequence[_Run]) -> str:
+    """The first stage and worker that do not fit, of these runs, and how much is missing."""
+    stops = _stops([programme.shares(run) for run in runs])
+    reached = 0
+    for (kind, held), ends in zip(runs, pairwise((0, *stops)), strict=True):
+        needed, there_is = programme.sizes_bytes[held - 1][ends], programme.kinds[kind].room_bytes
+        if needed > there_is:
+            break
+        reached += held
+    worker = min(programme.kinds[kind].workers, key=lambda w: pool.memory_bytes[w])
+    which = f"stage {reached} needs" if held == 1 else f"stages {reached} to {reached + held - 1} need"
+    needs = f"{which} {format_bytes(int(needed))} ({int(needed)} bytes) of memory"
+    has = f"{pool.workers[worker]} has {format_bytes(int(there_is))} ({int(there_is)} bytes)"
+    return (
+        f"{needs} and {has}: {format_bytes(int(needed - there_is))} are missing in the cut that comes nearest"
     )

@@ -5,8 +5,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
+from skein.topology.links import F64
 from skein.types import StageSpec
 
 _COPIES = 5
@@ -50,11 +53,24 @@ def stage_loads(job: JobSpec, stages: Sequence[StageSpec]) -> tuple[StageLoad, .
     return tuple(_load(job, layers, stage) for stage in stages)
 
 
-def layer_bytes(job: JobSpec) -> tuple[int, ...]:
-    """Memory of each layer with one slot, boundaries apart: what a cut by memory balances."""
-    samples = job.batch.microbatch_samples
-    word = job.word_bytes
-    return tuple(_COPIES * x.num_parameters * word + samples * x.activation_bytes for x in job.layers)
+def span_bytes(job: JobSpec, num_stages: int) -> F64:
+    """Memory with a slot each of the layers from row up to column as so many stages, infinite where those are fewer.
+
+    As much as the worst of their cuts takes, in a matrix of (num_layers + 1) squared.
+    """
+    layers, samples = job.layers, job.batch.microbatch_samples
+    output_bytes = samples * np.array([0, *(x.output_bytes for x in layers)], np.float64)
+    own_bytes = [_COPIES * job.word_bytes * x.num_parameters + samples * x.activation_bytes for x in layers]
+    sums = np.cumsum([0, *own_bytes])
+    spans: F64 = sums[None, :] - sums[:, None] + 2.0 * (output_bytes[:, None] + output_bytes[None, :])
+    if num_stages == 1:
+        spans[0, -1] -= _COPIES * job.word_bytes * layers[-1].num_tied_parameters
+    for first in range(len(layers)):
+        # Each cut between has an output twice on both of its sides.
+        within = np.maximum.accumulate(output_bytes[first + 1 : -1])
+        spans[first, first + 2 :] += 4.0 * (num_stages - 1) * within
+    spans[np.tril_indices(len(sums), num_stages - 1)] = np.inf
+    return spans
 
 
 def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageLoad:

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from skein.plan.plan import Infeasible
 from skein.topology.links import F64, LinkMatrices, Mask
 from skein.types import WorkerId
-from skein.units import format_bytes
 
 I64 = npt.NDArray[np.int64]
 
@@ -98,14 +96,13 @@ class Seating:
         return [x for i in (stage - 1, stage + 1) if 0 <= i < len(self.holders) for x in self.holders[i]]
 
 
-def seat(demand: Demand, pool: Pool) -> Seating | Infeasible:
-    """A placement from nothing."""
+def seat(demand: Demand, pool: Pool) -> Seating | None:
+    """A placement from nothing; None if memory allows none."""
     spread, packed = _one_each(demand, pool), _packed(demand, pool)
     if spread is None or (packed and packed.slowest_pace_s() * _WORTH_LEAVING_OUT < spread.slowest_pace_s()):
         spread = packed
-    if spread is None:
-        return Infeasible(reason=_shortage(demand, pool))
-    _settle(spread)
+    if spread is not None:
+        _settle(spread)
     return spread
 
 
@@ -120,20 +117,6 @@ def reseat(demand: Demand, pool: Pool, kept: Iterable[tuple[int, int]]) -> Seati
             return None
     _settle(seating)
     return seating
-
-
-def _shortage(demand: Demand, pool: Pool) -> str:
-    """Reason why nothing fits: the stage that is too big for all, or else all together."""
-    stage, worker = int(demand.memory_bytes.argmax()), int(pool.memory_bytes.argmax())
-    needed, available = int(demand.memory_bytes[stage]), int(pool.memory_bytes[worker])
-    if needed > available:
-        most = f"{pool.workers[worker]} has the most, {format_bytes(available)} ({available} bytes)"
-        return f"stage {stage} needs {format_bytes(needed)} ({needed} bytes) of memory; {most}"
-    total, sum_bytes = int(demand.memory_bytes.sum()), int(pool.memory_bytes.sum())
-    return (
-        f"stage {stage} ({format_bytes(needed)}) and the others need {format_bytes(total)} ({total} bytes) of memory; "
-        f"no way found into the {format_bytes(sum_bytes)} ({sum_bytes} bytes) of {len(pool.workers)} workers"
-    )
 
 
 def _choose(pool: Pool, candidates: Mask, companions: Sequence[int]) -> int | None:

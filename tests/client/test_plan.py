@@ -167,7 +167,7 @@ def test_what_fits_nowhere_is_one_line_and_exit_code_1(tmp_path: Path, capsys: C
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: stage ")
-    assert "of memory; a1 has the most" in err
+    assert "of memory and a1 has 976.6 KiB" in err
     assert err.count("\n") == 1
 
 

@@ -13,7 +13,7 @@ from skein.config.job import JobSpec
 from skein.plan.balanced import make_balanced_plan, pool_of
 from skein.plan.changing.clauses import About
 from skein.plan.changing.silent import working
-from skein.plan.cut import cut
+from skein.plan.cut import cut_within
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
 
@@ -21,23 +21,24 @@ from skein.topology.fleet import Fleet
 def recut(job: JobSpec, fleet: Fleet, plan: Plan) -> Plan | None:
     """`plan`'s workers with stages cut by their speeds; None if that changes nothing or does not fit.
 
-    A stage's speed is that of its holders together, over the share of the microbatches that visit it.
+    A stage's speed is that of its holders together, over the share of the microbatches that visit it; it takes no more
+    memory than the least of theirs.
     """
-    layers = job.layers
     pool = pool_of(job, fleet)
-    speed_by_worker = dict(zip(pool.workers, pool.speeds, strict=True))
+    position = {worker: i for i, worker in enumerate(pool.workers)}
     plan = working(plan, set(pool.workers))
     visits = plan.microbatches_by_chunk()
     num_stages = len(plan.stages) - plan.layout.num_head_stages
     num_held = Counter(chunk.worker for chunk in visits if chunk.stage < num_stages)
-    speeds = []
+    speeds, rooms_bytes = [], []
     for index in range(num_stages):
         held = [chunk for chunk in visits if chunk.stage == index]
         num_visits = sum(len(visits[chunk]) for chunk in held)
-        together = sum(speed_by_worker[chunk.worker] / num_held[chunk.worker] for chunk in held)
-        speeds.append(float(together) / max(1, num_visits))
-    stages = cut(layers, num_stages, plan.layout, speeds=list(np.array(speeds) / max(speeds)))
-    if stages == plan.stages:
+        shares = [(position[chunk.worker], num_held[chunk.worker]) for chunk in held]
+        speeds.append(float(sum(pool.speeds[at] / count for at, count in shares)) / max(1, num_visits))
+        rooms_bytes.append(float(min(pool.memory_bytes[at] // count for at, count in shares)))
+    stages = cut_within(job, list(np.array(speeds) / max(speeds)), rooms_bytes)
+    if stages is None or stages == plan.stages:
         return None
     made = make_balanced_plan(job, fleet, replace(plan, stages=stages), 0)
     if not isinstance(made, Plan) or made.stages != stages:
