@@ -12,6 +12,7 @@ NAMES = (
     "recovery",
     "relay",
     "scale",
+    "split",
     "wire",
 )
 _ABOUT = "Run a comparison; exit 1 if it misses its goal. `skein bench NAME --help` has its options."

@@ -35,6 +35,7 @@ EMBEDDING = "model.embed_tokens.weight"
 class DecoderModel(AnyModel):
     """A language model, by preset or by shape; `init_from` names a Hugging Face directory."""
 
+    has_split_backward: ClassVar[bool] = True
     sizes: ClassVar[type[DecoderShape]]
     dialect: ClassVar[Dialect]
     presets: ClassVar[Mapping[str, DecoderShape]] = {}
@@ -102,6 +103,8 @@ class DecoderModel(AnyModel):
                 extra_backward_flops=scores_flops,
                 activation_bytes=sequence_tokens * _block_bytes(shape, precision),
                 output_bytes=hidden_bytes,
+                pending_bytes=sequence_tokens * _block_pending_bytes(shape, precision),
+                num_early_gradients=2 * shape.hidden_size + shape.has_head_norms * 2 * shape.head_features,
             )
             for i, tensors in enumerate(blocks)
         )
@@ -210,3 +213,15 @@ def _block_bytes(shape: DecoderShape, precision: Precision) -> int:
         num_heads = shape.num_attention_heads + shape.num_key_value_heads
         attention += (shape.attention_width + shape.key_width) * product + num_heads * word
     return norms + attention + 3 * shape.intermediate_size * product
+
+
+def _block_pending_bytes(shape: DecoderShape, precision: Precision) -> int:
+    """Per token: input and output's gradient of each product; queries, keys and values share an input, as gate and up.
+
+    A bias's gradient is made of what its matrix keeps.
+    """
+    inputs = 2 * shape.hidden_size + shape.attention_width + shape.intermediate_size
+    outputs = (
+        shape.attention_width + 2 * shape.key_width + 2 * shape.hidden_size + 2 * shape.intermediate_size
+    )
+    return (inputs + outputs) * precision.product_bytes

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
+from typing import ClassVar, Self
 
 from skein.errors import UserError
 from skein.spec import Spec
@@ -39,6 +39,10 @@ class LayerSpec:
     """FLOPs of backward beyond twice the forward: scores recomputed, or less where no input wants a gradient."""
     num_tied_parameters: int = 0
     """Number of the parameters that the first layer holds too."""
+    pending_bytes: int = 0
+    """Size of the gradients put aside from input op to weight op, but for `num_early_gradients`."""
+    num_early_gradients: int = 0
+    """Number of the parameters, those of norms, whose gradients the input op makes; put aside once per microbatch."""
 
     @property
     def backward_flops(self) -> int:
@@ -61,6 +65,8 @@ class AnyModel(Spec):
     """A model as a job asks for it. Each family derives from it; `skein.model.table` lists them."""
 
     family: str
+    has_split_backward: ClassVar[bool] = False
+    """Whether its functions can put weight gradients aside; else every backward is whole."""
 
     @property
     def begins_from(self) -> str | None:
@@ -145,6 +151,24 @@ def stage_cost(layers: Sequence[LayerSpec], stage: StageSpec) -> StageCost:
         activation_bytes=sum(x.activation_bytes for x in held),
         output_bytes=held[-1].output_bytes,
     )
+
+
+def splits_backward(model: AnyModel, stage: StageSpec) -> bool:
+    """Whether a backward of `stage` may be an input op and a weight op.
+
+    The first stage has no input gradient, and the loss is forward and backward in one: both stay whole.
+    """
+    return model.has_split_backward and stage.first > 0 and stage.stop < len(model.layer_parameters())
+
+
+def pending_bytes(
+    model: AnyModel, stage: StageSpec, *, num_samples: int, sequence_tokens: int, precision: Precision
+) -> int:
+    """Bytes that `stage` puts aside of a microbatch, from input op to weight op; 0 where backward is whole."""
+    if not splits_backward(model, stage):
+        return 0
+    held = layers_of(model, sequence_tokens=sequence_tokens, precision=precision)[stage.first : stage.stop]
+    return sum(num_samples * x.pending_bytes + x.num_early_gradients * precision.word_bytes for x in held)
 
 
 def tied_names(model: AnyModel) -> frozenset[str]:

@@ -1,14 +1,16 @@
 """Base of all stages, whatever their family."""
 
 from abc import ABC, abstractmethod
+from collections import deque
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skein.model.layers import AnyModel
+from skein.model.layers import AnyModel, splits_backward
 from skein.rng import key
 from skein.types import Precision, StageSpec
+from worker.model.pending import Pending, Tray
 
 IGNORED_LABEL = -100
 """A label that takes no part in the loss."""
@@ -39,6 +41,7 @@ class Stage(nn.Module, ABC):
         self.stage = stage
         self.precision = precision
         self.num_layers = num_layers
+        self.tray = Tray()
 
     @property
     def has_head(self) -> bool:
@@ -82,6 +85,21 @@ class Stage(nn.Module, ABC):
             logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
         return total, num_valid
+
+    def input_gradient(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, deque[Pending]]:
+        """Gradient of `x`, and those of all parameters put aside: `add_up` adds them, once.
+
+        Only of stages that `splits_backward` names; no parameter's gradient changes.
+
+        Args:
+            x: what `forward` was given, with a gradient wanted.
+            y: what it gave; its graph is used up.
+            grad: gradient of `y`.
+        """
+        assert splits_backward(self.spec, self.stage), "backward is whole here"
+        with self.tray.opened() as pending:
+            (grad_x,) = torch.autograd.grad(y, [x], grad)
+        return grad_x, pending
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

@@ -11,35 +11,38 @@ from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.shape import DecoderShape
 from skein.types import Precision, StageSpec
 from worker.model.base import Stage, empty_parameter, parameter_dtype, product_dtype
-from worker.model.ops import attend, linear, rms_norm, rotary_tables, rotate, swiglu, takes_groups
+from worker.model.ops import attend, biased, linear, rms_norm, rotary_tables, rotate, swiglu, takes_groups
+from worker.model.pending import Tray
 
 
 class Linear(nn.Module):
     """A matrix, and in some families a bias."""
 
     def __init__(
-        self, num_inputs: int, num_outputs: int, dtype: torch.dtype, *, has_bias: bool = False
+        self, num_inputs: int, num_outputs: int, dtype: torch.dtype, tray: Tray, *, has_bias: bool = False
     ) -> None:
         super().__init__()
+        self.tray = tray
         self.weight = empty_parameter(num_outputs, num_inputs, dtype=dtype)
         self.bias = empty_parameter(num_outputs, dtype=dtype) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y = linear(x, self.weight, self.tray)
+        return y if self.bias is None else biased(y, self.bias, self.tray)
 
 
 class Norm(nn.Module):
     """Root mean square normalisation; its result is what matrix products take."""
 
-    def __init__(self, num_features: int, shape: DecoderShape, precision: Precision) -> None:
+    def __init__(self, num_features: int, shape: DecoderShape, precision: Precision, tray: Tray) -> None:
         super().__init__()
+        self.tray = tray
         self.weight = empty_parameter(num_features, dtype=parameter_dtype(precision))
         self.eps = shape.rms_norm_eps
         self.dtype = product_dtype(precision)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.dtype)
+        return rms_norm(x, self.weight, self.eps, self.dtype, self.tray)
 
 
 class Embedding(nn.Module):
@@ -56,16 +59,16 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     """Causal attention with rotary positions; groups of query heads share a key and a value head."""
 
-    def __init__(self, shape: DecoderShape, precision: Precision) -> None:
+    def __init__(self, shape: DecoderShape, precision: Precision, tray: Tray) -> None:
         super().__init__()
         dtype, hidden, has_bias = parameter_dtype(precision), shape.hidden_size, shape.has_input_biases
         self.head_features = shape.head_features
-        self.q_proj = Linear(hidden, shape.attention_width, dtype, has_bias=has_bias)
-        self.k_proj = Linear(hidden, shape.key_width, dtype, has_bias=has_bias)
-        self.v_proj = Linear(hidden, shape.key_width, dtype, has_bias=has_bias)
-        self.o_proj = Linear(shape.attention_width, hidden, dtype)
-        self.q_norm = Norm(self.head_features, shape, precision) if shape.has_head_norms else None
-        self.k_norm = Norm(self.head_features, shape, precision) if shape.has_head_norms else None
+        self.q_proj = Linear(hidden, shape.attention_width, dtype, tray, has_bias=has_bias)
+        self.k_proj = Linear(hidden, shape.key_width, dtype, tray, has_bias=has_bias)
+        self.v_proj = Linear(hidden, shape.key_width, dtype, tray, has_bias=has_bias)
+        self.o_proj = Linear(shape.attention_width, hidden, dtype, tray)
+        self.q_norm = Norm(self.head_features, shape, precision, tray) if shape.has_head_norms else None
+        self.k_norm = Norm(self.head_features, shape, precision, tray) if shape.has_head_norms else None
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_features)
@@ -82,11 +85,11 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU feed-forward."""
 
-    def __init__(self, shape: DecoderShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: DecoderShape, dtype: torch.dtype, tray: Tray) -> None:
         super().__init__()
-        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size, dtype)
-        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, dtype)
-        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, dtype)
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size, dtype, tray)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, dtype, tray)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, dtype, tray)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
@@ -96,13 +99,13 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Decoder block: attention and feed-forward, each normalised before and added to what came in."""
 
-    def __init__(self, shape: DecoderShape, precision: Precision) -> None:
+    def __init__(self, shape: DecoderShape, precision: Precision, tray: Tray) -> None:
         super().__init__()
         dtype = parameter_dtype(precision)
-        self.input_layernorm = Norm(shape.hidden_size, shape, precision)
-        self.self_attn = Attention(shape, precision)
-        self.post_attention_layernorm = Norm(shape.hidden_size, shape, precision)
-        self.mlp = Mlp(shape, dtype)
+        self.input_layernorm = Norm(shape.hidden_size, shape, precision, tray)
+        self.self_attn = Attention(shape, precision, tray)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape, precision, tray)
+        self.mlp = Mlp(shape, dtype, tray)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin)
@@ -137,11 +140,11 @@ class DecoderStage(Stage):
         if self.embeds or (self.has_head and shape.tie_word_embeddings):
             self.model.embed_tokens = Embedding(shape, dtype)
         for layer in range(max(stage.first, 1), min(stage.stop, num_layers - 1)):
-            self.model.layers[str(layer - 1)] = Block(shape, precision)
+            self.model.layers[str(layer - 1)] = Block(shape, precision, self.tray)
         if self.has_head:
-            self.model.norm = Norm(shape.hidden_size, shape, precision)
+            self.model.norm = Norm(shape.hidden_size, shape, precision, self.tray)
             if not shape.tie_word_embeddings:
-                self.lm_head = Linear(shape.hidden_size, shape.vocab_size, dtype)
+                self.lm_head = Linear(shape.hidden_size, shape.vocab_size, dtype, self.tray)
         cos, sin = rotary_tables(
             sequence_tokens, shape.head_features, shape.rope_theta, dtype, scaling=shape.rope_scaling
         )
@@ -161,7 +164,7 @@ class DecoderStage(Stage):
         assert self.model.norm is not None, "this stage has no head"
         matrix = self.model.embed_tokens if self.lm_head is None else self.lm_head
         assert matrix is not None
-        return linear(self.model.norm(x), matrix.weight)
+        return linear(self.model.norm(x), matrix.weight, self.tray)
 
     def initial(self, name: str, shape: torch.Size) -> tuple[float, float]:
         if name.endswith("norm.weight"):

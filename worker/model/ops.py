@@ -13,31 +13,35 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from skein.model.shape import Llama3Rope
+from worker.model.pending import Tray
 
 
 class _Saved(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
+    tray: Tray
 
 
 class _RmsNorm(Function):
     """Keeps the input and one scale per row; the normalised input is computed anew."""
 
     @staticmethod
-    def forward(ctx: _Saved, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: _Saved, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, tray: Tray) -> Tensor:
         wide = x.to(weight.dtype)
         scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True).add_(eps))
         ctx.save_for_backward(x, weight, scale)
+        ctx.tray = tray
         return (wide * scale).mul_(weight).to(dtype)
 
     @staticmethod
-    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         x, weight, scale = ctx.saved_tensors
         grad = grad.to(weight.dtype)
         unit = x.to(weight.dtype) * scale
-        grad_weight = (grad * unit).flatten(0, -2).sum(0)
+        # Made now, for it is small, and what it is made of is not.
+        grad_weight = ctx.tray.gradient(weight, _as_made, (grad * unit).flatten(0, -2).sum(0))
         grad_unit = grad * weight
         along = torch.linalg.vecdot(grad_unit, unit).unsqueeze(-1) / x.shape[-1]
-        return grad_unit.sub_(unit.mul_(along)).mul_(scale).to(x.dtype), grad_weight, None, None
+        return grad_unit.sub_(unit.mul_(along)).mul_(scale).to(x.dtype), grad_weight, None, None, None
 
 
 class _Swiglu(Function):
@@ -55,33 +59,62 @@ class _Swiglu(Function):
         return grad_gate, functional.silu(gate).mul_(grad)
 
 
-class _CastLinear(Function):
+class _Linear(Function):
     """Casts the weight in both passes, where autocast would keep a copy for every microbatch in flight."""
 
     @staticmethod
-    def forward(ctx: _Saved, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: _Saved, x: Tensor, weight: Tensor, tray: Tray) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.tray = tray
         return functional.linear(x, weight.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-        return grad @ weight.to(grad.dtype), grad_weight.to(weight.dtype)
+        grad_weight = ctx.tray.gradient(weight, _product, grad, x)
+        return grad @ weight.to(grad.dtype), grad_weight, None
+
+
+class _Biased(Function):
+    """Adds a bias in the dtype of what it is added to."""
+
+    @staticmethod
+    def forward(ctx: _Saved, x: Tensor, bias: Tensor, tray: Tray) -> Tensor:
+        ctx.save_for_backward(bias)
+        ctx.tray = tray
+        return x + bias.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (bias,) = ctx.saved_tensors
+        return grad, ctx.tray.gradient(bias, _rows_summed, grad), None
+
+
+def _as_made(_parameter: Tensor, gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def _product(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+    return (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.dtype)
+
+
+def _rows_summed(bias: Tensor, grad: Tensor) -> Tensor:
+    return grad.sum(tuple(range(grad.dim() - 1))).to(bias.dtype)
 
 
 # torch leaves `apply` without types.
-_rms_norm: Callable[[Tensor, Tensor, float, torch.dtype], Tensor] = _RmsNorm.apply
+_rms_norm: Callable[[Tensor, Tensor, float, torch.dtype, Tray], Tensor] = _RmsNorm.apply
 _swiglu: Callable[[Tensor, Tensor], Tensor] = _Swiglu.apply
-_cast_linear: Callable[[Tensor, Tensor], Tensor] = _CastLinear.apply
+_linear: Callable[[Tensor, Tensor, Tray], Tensor] = _Linear.apply
+_biased: Callable[[Tensor, Tensor, Tray], Tensor] = _Biased.apply
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, tray: Tray) -> Tensor:
     """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dim, computed in the dtype of `weight`, given in `dtype`.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, Eq. 4, with Llama's eps.
     """
-    return _rms_norm(x, weight, eps, dtype)
+    return _rms_norm(x, weight, eps, dtype, tray)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -89,11 +122,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _swiglu(gate, up)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, tray: Tray) -> Tensor:
     """`x @ weight.T` in the dtype of `x`; the weight's gradient comes in the weight's own dtype."""
-    if x.dtype == weight.dtype:
-        return functional.linear(x, weight)
-    return _cast_linear(x, weight)
+    return _linear(x, weight, tray)
+
+
+def biased(x: Tensor, bias: Tensor, tray: Tray) -> Tensor:
+    """`x + bias` in the dtype of `x`; the bias's gradient comes in the bias's own dtype."""
+    return _biased(x, bias, tray)
 
 
 def rotary_tables(

@@ -6,7 +6,8 @@ from torch.autograd import gradcheck
 from torch.nn import functional
 
 from tests.worker.model.builders import assert_near
-from worker.model.ops import attend, linear, rms_norm, rotary_tables, rotate, swiglu, takes_groups
+from worker.model.ops import attend, biased, linear, rms_norm, rotary_tables, rotate, swiglu, takes_groups
+from worker.model.pending import Tray
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -16,10 +17,10 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 def test_rms_norm_has_its_gradients_and_torchs_values() -> None:
     x, weight = numbers(2, 3, 5), numbers(5)
-    assert gradcheck(lambda x, weight: rms_norm(x, weight, 1e-5, torch.float64), (x, weight))
+    assert gradcheck(lambda x, weight: rms_norm(x, weight, 1e-5, torch.float64, Tray()), (x, weight))
     # Two roundings of float64 apart.
     expected = functional.rms_norm(x, (5,), weight, 1e-5)
-    assert_near(rms_norm(x, weight, 1e-5, torch.float64), expected, tolerance=1e-14)
+    assert_near(rms_norm(x, weight, 1e-5, torch.float64, Tray()), expected, tolerance=1e-14)
 
 
 def test_swiglu_has_its_gradients() -> None:
@@ -31,7 +32,7 @@ def test_hand_written_gradients_leave_what_they_get_unchanged() -> None:
     x, weight, gate = numbers(2, 3, 5), numbers(5), numbers(2, 3, 5).detach().requires_grad_()
     grad = torch.ones(2, 3, 5, dtype=torch.float64)
     before = [y.detach().clone() for y in (x, weight, gate)]
-    torch.autograd.backward(swiglu(gate, rms_norm(x, weight, 1e-5, torch.float64)), grad)
+    torch.autograd.backward(swiglu(gate, rms_norm(x, weight, 1e-5, torch.float64, Tray())), grad)
     assert torch.equal(grad, torch.ones_like(grad))
     assert all(torch.equal(y, old) for y, old in zip((x, weight, gate), before, strict=True))
 
@@ -41,13 +42,34 @@ def test_linear_with_a_wider_weight_is_what_autocast_computes() -> None:
     for is_autocast in (False, True):
         x, weight = numbers(2, 3, 8, dtype=torch.bfloat16), numbers(4, 8, dtype=torch.float32)
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-            y = functional.linear(x, weight) if is_autocast else linear(x, weight)
+            y = functional.linear(x, weight) if is_autocast else linear(x, weight, Tray())
         torch.autograd.backward(y, torch.ones_like(y))
         results.append((y.detach(), x.grad, weight.grad))
     for ours, theirs in zip(*results, strict=True):
         assert ours is not None
         assert theirs is not None
         assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_products_and_biases_of_one_dtype_are_torchs_own_bit_for_bit(dtype: torch.dtype) -> None:
+    results = []
+    for is_ours in (False, True):
+        x, weight, bias = (
+            numbers(2, 37, 8, dtype=dtype),
+            numbers(24, 8, dtype=dtype),
+            numbers(24, dtype=dtype),
+        )
+        if is_ours:
+            y = biased(linear(x, weight, Tray()), bias, Tray())
+        else:
+            y = functional.linear(x, weight) + bias
+        torch.autograd.backward(y, y.detach().flip(0))
+        results.append((y.detach(), x.grad, weight.grad, bias.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours is not None
+        assert theirs is not None
         assert torch.equal(ours, theirs)
 
 
