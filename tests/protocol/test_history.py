@@ -16,12 +16,15 @@ from skein.protocol.log.records import (
     GenerationMember,
     GenerationOpened,
     JobEnded,
+    JobHeld,
+    JobResumed,
     JobSubmitted,
     PlanAdopted,
     Record,
     RolledBack,
     StepCommitted,
 )
+from skein.protocol.log.usage import HALF_LIFE_S
 from skein.protocol.messages.directives import GroupResult
 from skein.types import (
     DEFAULT_NAMESPACE,
@@ -194,6 +197,25 @@ def test_an_evaluation_is_remembered_and_an_end_is_final() -> None:
     assert history.jobs[JOB].last_evaluation == evaluated
     assert history.state_of(JOB) is JobState.FAILED
     assert history.pending() == []
+
+
+def test_jobs_pend_in_the_order_in_which_they_were_submitted_also_when_they_were_held() -> None:
+    names = [JobId(f"j-{number}") for number in range(3)]
+    others = [replace(SUBMITTED, job=job, key=job) for job in names]
+    held = JobHeld(job=JOB, reason="lunch", wall_s=1.0)
+    ended = JobEnded(job=names[1], state=JobState.CANCELLED, reason="", wall_s=1.0)
+    assert [x.job for x in history_of(*others, held, ended).pending()] == [names[0], names[2]]
+    resumed = [JobResumed(job=job, steps=None, wall_s=2.0) for job in (names[1], JOB)]
+    history = history_of(*others, held, ended, *resumed)
+    assert [x.job for x in history.pending()] == [JOB, *names]
+
+
+def test_usage_of_a_namespace_outlives_its_jobs_and_fades() -> None:
+    steps = (opened(1, "a-1", "b-1"), adopted(1, "a", "b"), committed(0), committed(1))
+    history = history_of(*steps, JobEnded(job=JOB, state=JobState.FINISHED, reason="", wall_s=9.0))
+    assert history.used_s(DEFAULT_NAMESPACE, now=3.0) == 2.0
+    assert history.used_s(DEFAULT_NAMESPACE, now=3.0 + HALF_LIFE_S) == 1.0
+    assert history.used_s("another", now=3.0) == 0.0
 
 
 # --- many walkers ---

@@ -12,6 +12,7 @@ from skein.plan.changing.reroute import ways
 from skein.plan.plan import Plan
 from skein.protocol.log import records
 from skein.protocol.log.divergence import LossWatch
+from skein.protocol.log.usage import Usage
 from skein.protocol.log.workclock import WorkClock
 from skein.protocol.messages.directives import Beginning, ChunkVersion, Decision, StepRecord
 from skein.protocol.messages.positions import LogPosition
@@ -44,13 +45,13 @@ class JobHistory:
     submitted_wall_s: float
     namespace: str = DEFAULT_NAMESPACE
     """Namespace that owns the job; namespaces share workers evenly."""
+    number: int = 0
+    """Number of jobs that were submitted before."""
     last_wall_s: float = 0.0
     """Wall-clock time of the job's newest record."""
     version: Step = field(default=Step(0))
     last_commit: StepRecord | None = None
     num_tokens: int = 0
-    worker_s: float = 0.0
-    """Seconds that workers have spent on committed steps, added up."""
     num_late_samples: int = 0
     """Left out of committed steps, rolled back ones included."""
     last_evaluation: records.Evaluated | None = None
@@ -160,6 +161,9 @@ class History:
         self.jobs: dict[JobId, JobHistory] = {}
         self.job_by_key: dict[tuple[str, str], JobId] = {}
         """Jobs by namespace and key."""
+        self._usage: dict[str, Usage] = {}
+        """Use that each namespace has made of workers."""
+        self._pending: dict[JobId, JobHistory] = {}
         self.drained: set[Incarnation] = set()
         """Processes that an operator wants to go."""
         self.num_records = 0
@@ -192,6 +196,7 @@ class History:
                 self.jobs[record.job] = JobHistory(
                     job=record.job,
                     namespace=namespace,
+                    number=len(self.jobs),
                     key=record.key,
                     spec=read_spec(record.spec),
                     submitted_wall_s=record.wall_s,
@@ -199,12 +204,23 @@ class History:
                     begins=record.begins,
                 )
                 self.job_by_key[namespace, record.key] = record.job
+                self._pending[record.job] = self.jobs[record.job]
             case records.Drained():
                 self.drained.add(record.incarnation)
             case _:
                 self._of_job(self.jobs[record.job], record)
                 if not isinstance(record, records.PlanAdopted):
                     self.jobs[record.job].last_wall_s = record.wall_s
+                self._note_pending(self.jobs[record.job])
+
+    def _note_pending(self, job: JobHistory) -> None:
+        """Keep the pending jobs in order: many more have ended, and the scheduler asks all the time."""
+        is_pending = job.end is None and job.held is None
+        if is_pending and job.job not in self._pending:
+            self._pending[job.job] = job
+            self._pending = dict(sorted(self._pending.items(), key=lambda item: item[1].number))
+        elif not is_pending:
+            self._pending.pop(job.job, None)
 
     def _of_job(self, job: JobHistory, record: records.JobRecord) -> None:
         match record:
@@ -226,7 +242,8 @@ class History:
                 assert record.record.step == job.version, f"{record} at version {job.version}"
                 job.behind, job.holding = _behind(job), job.holding[-1:]
                 num_workers = 0 if job.plan is None else len(job.plan.plan.workers)
-                job.worker_s += num_workers * max(0.0, record.wall_s - job.last_wall_s)
+                worker_s = num_workers * max(0.0, record.wall_s - job.last_wall_s)
+                self._usage.setdefault(job.namespace, Usage()).add(worker_s, wall_s=record.wall_s)
                 job.version = Step(job.version + 1)
                 job.last_commit = record.record
                 job.losses.stepped(record.record)
@@ -339,7 +356,11 @@ class History:
 
     def pending(self) -> list[JobHistory]:
         """Jobs that have not ended and are not held, oldest first."""
-        return [job for job in self.jobs.values() if job.end is None and job.held is None]
+        return list(self._pending.values())
+
+    def used_s(self, namespace: str, *, now: float) -> float:
+        """Worker seconds that a namespace has used, older ones counting less."""
+        return self._usage[namespace].at(now) if namespace in self._usage else 0.0
 
     def state_of(self, job: JobId) -> JobState | None:
         """The state of a job that has ended or is held; None of one that goes on."""

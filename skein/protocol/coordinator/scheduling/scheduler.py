@@ -9,7 +9,6 @@ Rules of this file
 - One job that takes whatever there is has everybody, as if there were no scheduler.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from math import inf
 
@@ -32,8 +31,6 @@ LOOK_S = 1.0
 """Seconds between two looks at who should be where, while nothing tells of a change."""
 SMALL_S = 5.0
 """Seconds for which a job works on fewer workers than its gang until those are all that it is sure to keep."""
-HALF_LIFE_S = 86400.0
-"""Seconds in which what a namespace has used comes to count half as much."""
 _MOVED = "is with another job"
 
 Live = Mapping[WorkerId, membership.Entry]
@@ -213,24 +210,18 @@ class Scheduler:
         return min(least, self._num_used(job.job)) if is_small else least
 
     def _asks(self, *, now: float) -> list[JobAsk]:
-        used_s: Counter[str] = Counter()
-        for job in self._out.history.jobs.values():
-            used_s[job.namespace] += job.worker_s * 0.5 ** (max(0.0, now - job.last_wall_s) / HALF_LIFE_S)
-        return [
-            self._ask(job, number, used_s[job.namespace], now=now)
-            for number, job in enumerate(self._pending())
-        ]
+        return [self._ask(job, now=now) for job in self._pending()]
 
-    def _ask(self, job: JobHistory, number: int, used_s: float, *, now: float) -> JobAsk:
+    def _ask(self, job: JobHistory, *, now: float) -> JobAsk:
         spec, run = job.spec, self.runs.get(job.job)
         may_use = self._may_use(job.job, spec)
         least = self._num_least(job, len(may_use), now=now)
         return JobAsk(
             job=job.job,
-            number=number,
+            number=job.number,
             namespace=job.namespace,
             priority=spec.priority,
-            used_s=used_s,
+            used_s=self._out.history.used_s(job.namespace, now=now),
             is_active=run is not None,
             num_least=least,
             num_useful=max(num_least(spec, len(may_use)), num_wanted(spec.parallel)),
