@@ -79,7 +79,6 @@ class AsyncClient:
 
     Args:
         target: host:port of the coordinator, or several with commas between: its own and those of its standbys.
-        token: what is in its token file; None where it has none.
         passport: the caller's identity, where the coordinator wants certificates.
         timeout_s: for one try of one call; raise this if the coordinator is on the far side of a very slow link.
         patience_s: how long a coordinator that has answered before may be gone, for instance to be restarted.
@@ -92,12 +91,11 @@ class AsyncClient:
         self,
         target: str = DEFAULT_TARGET,
         *,
-        token: str | None = None,
         passport: Passport | None = None,
         timeout_s: float = TIMEOUT_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        credentials = Credentials(token=token, wallet=None if passport is None else Wallet(passport))
+        credentials = Credentials(wallet=None if passport is None else Wallet(passport))
         self._connection = Connection(
             target, credentials=credentials, timeout_s=timeout_s, patience_s=patience_s
         )

@@ -61,7 +61,6 @@ class Client(_Blocking[AsyncClient]):
         self,
         target: str = DEFAULT_TARGET,
         *,
-        token: str | None = None,
         passport: Passport | None = None,
         timeout_s: float = TIMEOUT_S,
         patience_s: float = PATIENCE_S,
@@ -69,7 +68,7 @@ class Client(_Blocking[AsyncClient]):
         with ExitStack() as undo:
             loop = _Loop()
             undo.callback(loop.stop)
-            super().__init__(loop, loop.run(_opened(target, token, passport, timeout_s, patience_s)))
+            super().__init__(loop, loop.run(_opened(target, passport, timeout_s, patience_s)))
             undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -153,11 +152,9 @@ class Job(_Blocking[AsyncJob]):
     metrics = _blocks(AsyncJob.metrics)
 
 
-async def _opened(
-    target: str, token: str | None, passport: Passport | None, timeout_s: float, patience_s: float
-) -> AsyncClient:
+async def _opened(target: str, passport: Passport | None, timeout_s: float, patience_s: float) -> AsyncClient:
     """A client that belongs to the running loop."""
-    return AsyncClient(target, token=token, passport=passport, timeout_s=timeout_s, patience_s=patience_s)
+    return AsyncClient(target, passport=passport, timeout_s=timeout_s, patience_s=patience_s)
 
 
 class _Loop:

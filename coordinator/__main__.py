@@ -51,12 +51,6 @@ from skein.wire.process.state_dir import default_state_dir
 @click.option(
     "--advertise", metavar="HOST[:PORT]", help="Address that workers and clients shall use instead."
 )
-@click.option(
-    "--token-file",
-    type=click.Path(path_type=Path),
-    envvar="SKEIN_TOKEN_FILE",
-    help="Calls need the token in this file.",
-)
 @insecure_option
 @click.option(
     "--certificates",
@@ -84,7 +78,6 @@ def main(
     takeover_s: float,
     accepts_lost_log: bool,
     advertise: str | None,
-    token_file: Path | None,
     insecure: bool,
     has_certificates: bool,
     enrol_port: int,
@@ -112,7 +105,6 @@ def main(
         port=port,
         metrics_host=metrics_host,
         metrics_port=metrics_port or None,
-        token_file=token_file,
         allow_insecure=insecure,
         has_certificates=has_certificates,
         enrol_port=enrol_port,

@@ -37,7 +37,6 @@ from skein.storage.places import Places
 from skein.storage.roots import EVERYTHING
 from skein.units import format_bytes
 from skein.wire.channel import is_loopback, join_address, split_address, try_address
-from skein.wire.credentials import Credentials
 from skein.wire.process.logs import LogFormat
 
 if TYPE_CHECKING:
@@ -63,7 +62,6 @@ class CoordinatorOptions(ServingOptions):
     port: int = DEFAULT_PORT
     metrics_port: int | None = DEFAULT_METRICS_PORT
     enrol_port: int = DEFAULT_ENROL_PORT
-    token_file: Path | None = None
     allow_insecure: bool = False
     """Listen beyond this machine in the clear, and without certificates."""
     is_standby: bool = False
@@ -115,7 +113,6 @@ def _fail(error: SkeinError, code: int) -> int:
 
 def _check(options: CoordinatorOptions) -> None:
     """Refuse options that cannot work, whatever the machine is like."""
-    _ = Credentials.read(options.token_file)
     if not 0 < options.port < 2**16:
         raise UserError("port", options.port, "give a port between 1 and 65535")
     if options.lease_s < 0.5:
@@ -132,8 +129,7 @@ def _check(options: CoordinatorOptions) -> None:
 
 def needs_certificates(options: CoordinatorOptions) -> bool:
     """Whether callers need certificates: where it is asked for, and by itself beyond this machine."""
-    is_in_the_clear = options.allow_insecure or options.token_file is not None or is_loopback(options.host)
-    return options.has_certificates or not is_in_the_clear
+    return options.has_certificates or not (options.allow_insecure or is_loopback(options.host))
 
 
 def places_of(options: CoordinatorOptions) -> Places:
@@ -355,7 +351,6 @@ def _host(
             serving=serving,
             is_standby=options.is_standby,
             log_file=_log_file(options, state_dir),
-            token_file=options.token_file,
             launcher=Launcher.this_process() if is_own else None,
             log_format=options.log_format,
         ),

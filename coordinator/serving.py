@@ -41,7 +41,7 @@ from skein.storage.chain import FOLDER as AUDIT_FOLDER
 from skein.storage.places import ANYWHERE, Places
 from skein.types import Epoch
 from skein.wire.channel import is_loopback
-from skein.wire.credentials import NO_CREDENTIALS, Credentials
+from skein.wire.credentials import NO_CREDENTIALS
 from skein.wire.identity.names import Caller
 from skein.wire.process.files import raise_open_files
 from skein.wire.serving.pages import Pages, on_thread
@@ -65,8 +65,8 @@ class ServingOptions:
     """Options of one coordinator: where it serves, and what it owns.
 
     `state_dir`: run log and checkpoints; whoever has it is the coordinator.
-    `advertise`: host:port by which others reach it; None: where it listens. `credentials`: what calls need.
-    `has_certificates`: everybody needs one instead; who has none gets it at `enrol_port`, for a token.
+    `advertise`: host:port by which others reach it; None: where it listens.
+    `has_certificates`: everybody needs one; who has none gets it at `enrol_port`, for a token.
     `metrics_port` None: no metrics. `lease_s`: silence after which a worker is lost; raise it if workers are stopped
     for longer than that by their machines. `name`: shared by the coordinators that one launcher starts, one after the
     other, and by no more. `takeover_s`: silence after which a standby leads; raise it if disks stall for longer.
@@ -78,7 +78,6 @@ class ServingOptions:
     host: str = "127.0.0.1"
     port: int = 0
     advertise: str | None = None
-    credentials: Credentials = NO_CREDENTIALS
     has_certificates: bool = False
     enrol_port: int = 0
     metrics_host: str = "127.0.0.1"
@@ -163,7 +162,7 @@ class Doors:
         metrics.watch_disk(options.state_dir)
         exposition, pages = Exposition(metrics.render), None
         async with AsyncExitStack() as undo:
-            office, credentials = None, options.credentials
+            office, credentials = None, NO_CREDENTIALS
             is_revoked: Callable[[Caller], bool] = _nobody
             if options.has_certificates:
                 office = await asyncio.to_thread(IdentityOffice, options.state_dir / AUTHORITY_FOLDER)
@@ -203,12 +202,10 @@ def _nobody(_caller: Caller) -> bool:
 
 
 def audience_of(options: ServingOptions) -> Audience:
-    """Audience of the page: on this machine everybody, where a coordinator asks nobody for credentials."""
+    """Audience of the page: on this machine everybody, where a coordinator asks nobody for a certificate."""
     advertised = () if options.advertise is None else (options.advertise.rpartition(":")[0],)
     return Audience(
-        is_open=options.credentials == NO_CREDENTIALS
-        and not options.has_certificates
-        and is_loopback(options.metrics_host),
+        is_open=not options.has_certificates and is_loopback(options.metrics_host),
         names=frozenset(name.lower() for name in (*advertised, options.metrics_host)),
     )
 

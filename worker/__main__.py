@@ -63,13 +63,6 @@ def _memory(text: str | None) -> int | None:
 )
 @click.option("--memory", metavar="SIZE", show_default="most of what is free", help="What a job may use.")
 @click.option(
-    "--token-file",
-    type=click.Path(path_type=Path),
-    envvar="SKEIN_TOKEN_FILE",
-    show_envvar=True,
-    help="Calls, made and taken, carry the token in this file.",
-)
-@click.option(
     "--state-dir",
     type=click.Path(path_type=Path),
     show_default="~/.local/state/skein",
@@ -99,7 +92,6 @@ def up(
     labels: tuple[str, ...],
     device: Literal["auto", "cpu", "cuda"],
     memory: str | None,
-    token_file: Path | None,
     state_dir: Path | None,
     insecure: bool,
     metrics_host: str,
@@ -121,7 +113,6 @@ def up(
         labels=parse_labels(labels),
         device=device,
         memory_bytes=_memory(memory),
-        token_file=token_file,
         state_dir=state_dir,
         insecure=insecure,
         metrics_host=metrics_host,

@@ -61,7 +61,7 @@ class WorkerOptions:
             refused while the older lives; a restart here takes its place at once.
         state_dir: holds what proves that; None: the place where state lies by default.
         site: where the worker is; workers of one site are taken to be near each other.
-        listen: the address that peers' tensors arrive at; beyond loopback it takes a token file, or `insecure`.
+        listen: the address that peers' tensors arrive at; beyond loopback it takes a line to join by, or `insecure`.
         port: 0 takes a free one.
         advertise: host, or host:port, that peers shall use instead; behind NAT, for instance.
         offers_relay: carry what workers send each other that cannot dial each other.
@@ -83,7 +83,6 @@ class WorkerOptions:
     labels: tuple[Label, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_bytes: int | None = None
-    token_file: Path | None = None
     state_dir: Path | None = None
     insecure: bool = False
     metrics_host: str = "127.0.0.1"
@@ -221,7 +220,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail, wallet: Wallet | None) 
         _advertised(options, coordinators[0], 1)
     if options.memory_bytes is not None and options.memory_bytes < 1:
         raise UserError("memory", options.memory_bytes, "give a size such as 8GiB")
-    credentials = Credentials.read(options.token_file) if wallet is None else Credentials(wallet=wallet)
+    credentials = Credentials(wallet=wallet)
     require_safe_bind(options.listen, credentials, allow_insecure=options.insecure)
     if importlib.util.find_spec("torch") is None:
         raise UserError("torch", "not installed", f"install it with: {install_hint('worker')}")

@@ -84,7 +84,7 @@ class WorkerInbox:
         refusal = self._gate.refusal_of(envelope, is_full=is_full)
         if refusal is Refusal.FORGED and self._gate.is_news(envelope.sender):
             line = "incident: tensors in the name of worker=%s are forged and refused, generation=%d: %s"
-            why = "who sends them has the token, and not the secret of that worker"
+            why = "who sends them is let in here, and has not the secret of that worker"
             _log.error(line, envelope.sender[:_MAX_NAME], envelope.generation, why)
         return refusal
 

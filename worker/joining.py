@@ -5,7 +5,7 @@ from pathlib import Path
 
 from skein.errors import UserError
 from skein.wire.credentials import Wallet
-from skein.wire.identity.enrolling import enrol, renewed_if_due
+from skein.wire.identity.enrolling import enrol, led_by, renewed_if_due
 from skein.wire.identity.joining import JoinLine
 from skein.wire.identity.passport import Passport
 
@@ -29,7 +29,7 @@ async def identity_by(line: JoinLine, name: str | None, default_name: str, state
         )
     path = state_dir / "identities" / f"{name or f'line-{line.token}'}.json"
     if path.exists() and (kept := Passport.load(path)).authority == line.authority:
-        fresh = await renewed_if_due(kept, clock=time.time)
+        fresh = await renewed_if_due(led_by(line, kept), clock=time.time)
         if fresh != kept:
             fresh.save(path)
         return Wallet(fresh, path)

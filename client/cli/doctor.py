@@ -88,11 +88,7 @@ def _look(
     yield from look_for_room(state_dir, role)
     if job_file is not None:
         yield from _data(job_file, roots)
-    passport = None
-    if (file := target().identity_file) is None:
-        proof = _token()
-    else:
-        proof, passport = look_at_identity(file)
+    proof, passport = look_at_identity(target().identity_file)
     yield proof
     if not proof.is_failed:
         yield from _coordinator(metrics_port, passport)
@@ -106,17 +102,6 @@ def _data(job_file: Path, roots: Roots) -> Iterator[DoctorFinding]:
         return
     yield fine("job", str(job_file))
     yield from look_at_data(job, roots)
-
-
-def _token() -> DoctorFinding:
-    if target().token_file is None:
-        cure = "fine on one machine; beyond it join with a line from skein token create"
-        return doubtful("token", "no identity, and no token file", cure)
-    try:
-        _ = target().token()
-    except UserError as error:
-        return wrong("token", str(error.value), error.hint)
-    return fine("token", str(target().token_file))
 
 
 def _coordinator(metrics_port: int | None, passport: Passport | None) -> Iterator[DoctorFinding]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from client.cli.options import COORDINATOR_VARIABLE, TOKEN_VARIABLE, json_option
+from client.cli.options import COORDINATOR_VARIABLE, json_option
 from client.cli.show import print_json, print_table
 from client.lab.control import Ask, Cut, Heal, LabStatus, LinkStatus, NoLab, Request, Slow, ask
 from client.lab.measure import measure_direction
@@ -15,6 +15,7 @@ from client.lab.start import LabOptions, start_lab, stop_lab, wait_for_workers
 from client.lab.state import LabFolder, Mode, default_folder
 from skein.errors import UserError
 from skein.units import format_bytes, parse_seconds
+from skein.wire.process.config_dir import IDENTITY_VARIABLE
 from skein.wire.process.options import data_root_option
 
 _folder_option = click.option(
@@ -238,6 +239,6 @@ def _how_to_go_on(status: LabStatus) -> str:
     return (
         f"metrics at {status.metrics}, logs in {Path(status.folder) / 'logs'}\n"
         f"to use it:\n"
-        f"  export {COORDINATOR_VARIABLE}={status.coordinator} {TOKEN_VARIABLE}={status.token_file}\n"
+        f"  export {COORDINATOR_VARIABLE}={status.coordinator} {IDENTITY_VARIABLE}={status.identity_file}\n"
         f"  skein submit job.yaml"
     )

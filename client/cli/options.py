@@ -13,13 +13,11 @@ from client.api import Client
 from client.connection import DEFAULT_TARGET
 from skein.errors import UserError
 from skein.units import parse_bytes, parse_seconds
-from skein.wire.credentials import read_token
 from skein.wire.identity.enrolling import renewed_if_due
 from skein.wire.identity.passport import Passport
 from skein.wire.process.config_dir import IDENTITY_VARIABLE, default_identity_file
 
 COORDINATOR_VARIABLE = "SKEIN_COORDINATOR"
-TOKEN_VARIABLE = "SKEIN_TOKEN_FILE"  # noqa: S105 - the name of a variable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,18 +25,9 @@ class Target:
     """Coordinator to call, and how to be let in."""
 
     coordinator: str
-    token_file: Path | None
     timeout: str
     identity_file: Path | None = None
     """Identity to be known by; None: connections are not encrypted."""
-
-    def token(self) -> str | None:
-        """Token in the token file; None where no file is given.
-
-        Raises:
-            UserError: the file cannot be used.
-        """
-        return None if self.token_file is None else read_token(self.token_file)
 
 
 class _RemoteCommand(click.Command):
@@ -48,7 +37,6 @@ class _RemoteCommand(click.Command):
         params = ctx.params
         ctx.obj = Target(
             coordinator=params.pop("coordinator"),
-            token_file=params.pop("token_file"),
             timeout=params.pop("timeout"),
             identity_file=params.pop("identity_file"),
         )
@@ -61,7 +49,7 @@ class _RemoteCommand(click.Command):
 def _joined(given: Target, *, is_named: bool) -> Target:
     """The coordinator that this user has joined, and the identity there, where nothing or that one `is_named`."""
     file = given.identity_file or (default_identity_file() if default_identity_file().exists() else None)
-    if file is None or given.token_file is not None:
+    if file is None:
         return given
     addresses = Passport.load(file).addresses
     if not is_named:
@@ -95,9 +83,7 @@ def connect_client() -> Client:
         timeout_s = parse_seconds(given.timeout)
     except ValueError as error:
         raise UserError("--timeout", given.timeout, "give a duration such as '10 s'") from error
-    return Client(
-        given.coordinator, token=given.token(), passport=_passport(given.identity_file), timeout_s=timeout_s
-    )
+    return Client(given.coordinator, passport=_passport(given.identity_file), timeout_s=timeout_s)
 
 
 def _passport(file: Path | None) -> Passport | None:
@@ -127,13 +113,6 @@ _CONNECTION = (
         envvar=COORDINATOR_VARIABLE,
         show_envvar=True,
         help="Which coordinator to ask, or it and its standbys.",
-    ),
-    click.Option(
-        ["--token-file"],
-        type=click.Path(path_type=Path),
-        envvar=TOKEN_VARIABLE,
-        show_envvar=True,
-        help="Holds the coordinator's token.",
     ),
     click.Option(
         ["--identity", "identity_file"],

@@ -21,9 +21,12 @@ _EARLY, _LATE, _OTHER_NAME = 9, 10, 62
 
 
 def look_at_identity(
-    path: Path, *, now: Callable[[], float] = time.time
+    path: Path | None, *, now: Callable[[], float] = time.time
 ) -> tuple[DoctorFinding, Passport | None]:
-    """Finding on the identity in a file, and the identity unless it is of no use."""
+    """Finding on the identity in a file, None for no file, and the identity unless it is of no use."""
+    if path is None:
+        cure = "fine on one machine; beyond it join with a line from skein token create"
+        return doubtful("identity", "none", cure), None
     try:
         passport = Passport.load(path)
     except UserError as error:

@@ -125,7 +125,7 @@ class LabStatus(_Message):
     folder: str
     coordinator: str | None
     metrics: str | None
-    token_file: str | None
+    identity_file: str | None
     endpoints: tuple[EndpointStatus, ...]
     links: tuple[LinkStatus, ...]
 

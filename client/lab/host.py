@@ -13,6 +13,7 @@ import os
 import selectors
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -38,10 +39,10 @@ from client.lab.network.doors import NamespaceDoors
 from client.lab.network.links import LabNetwork
 from client.lab.network.proxies import Proxies
 from client.lab.network.wan import Wan
-from client.lab.preset import accesses, link_specs, pairs_between
-from client.lab.services import METRICS_PORT, programs, write_token
+from client.lab.preset import COORDINATOR, accesses, link_specs, pairs_between
+from client.lab.services import METRICS_PORT, ServiceProgram, programs, write_line
 from client.lab.state import LabFile, LabFolder, coordinator_of
-from client.local import HOST, Services, service_environment
+from client.local import HOST, READY_S, NotStarted, Services, last_words, service_environment
 from skein.errors import SkeinError, UserError
 
 _log = logging.getLogger(__name__)
@@ -113,15 +114,30 @@ class Lab:
         return wan
 
     async def _start_services(self) -> None:
-        write_token(self._folder.token)
         if self._lab.mode == "namespaces":
             coordinator = coordinator_of(self._lab)
             self._doors = NamespaceDoors(self._folder.namespace(coordinator))
             await self._doors.open(self._lab.door, coordinator.listen, coordinator.port)
             await self._doors.open(self._lab.metrics_door, HOST, METRICS_PORT)
-        for program in programs(self._folder, self._lab):
-            process = self._services.run(program.name, program.module, program.arguments)
-            self._folder.note_process(process.pid)
+        first, *workers = programs(self._folder, self._lab)
+        # It lies there anew when this coordinator leads.
+        if self._folder.admin.exists():
+            self._folder.admin.unlink()
+        self._start(first)
+        until_s = time.monotonic() + READY_S
+        await write_line(self._folder, self._lab, partial(self._check, until_s))
+        for program in workers:
+            self._start(program)
+
+    def _start(self, program: ServiceProgram) -> None:
+        process = self._services.run(program.name, program.module, program.arguments)
+        self._folder.note_process(process.pid)
+
+    def _check(self, until_s: float) -> None:
+        self._services.check()
+        if self._stopped.is_set() or time.monotonic() > until_s:
+            said = last_words(self._services.log(COORDINATOR))
+            raise NotStarted(f"the coordinator was not ready: {said}")
 
     async def _take_down(self) -> None:
         _log.info("going down")
@@ -181,7 +197,7 @@ class Lab:
             folder=str(self._folder.path),
             coordinator=self._lab.door if has_services else None,
             metrics=f"http://{self._lab.metrics_door}/metrics" if has_services else None,
-            token_file=str(self._folder.token) if has_services else None,
+            identity_file=str(self._folder.admin) if has_services else None,
             endpoints=tuple(self._endpoint_status(number) for number in range(len(self._endpoints))),
             links=self._link_statuses(),
         )

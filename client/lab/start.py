@@ -24,7 +24,7 @@ from client.lab.state import LabFile, LabFolder, Mode, runs
 from client.local import HOST, READY_S, NotStarted, check_runs, free_port, last_words
 from skein.errors import UserError
 from skein.wire.channel import join_address, split_address
-from skein.wire.credentials import read_token
+from skein.wire.identity.passport import Passport
 from skein.wire.views import WorkerState
 
 PROXY_HOST, BEHIND_PROXY_HOST = "127.0.0.2", "127.0.0.3"
@@ -71,9 +71,9 @@ class RunningLab:
         Raises:
             UserError: it has none.
         """
-        if self.status.coordinator is None or self.status.token_file is None:
+        if self.status.coordinator is None or self.status.identity_file is None:
             raise UserError("--no-services", True, "this lab has no coordinator; start one with services")
-        return Client(self.status.coordinator, token=read_token(Path(self.status.token_file)))
+        return Client(self.status.coordinator, passport=Passport.load(Path(self.status.identity_file)))
 
 
 def choose_mode(asked: Mode | None) -> tuple[Mode, str]:
@@ -121,6 +121,7 @@ def start_lab(folder: LabFolder, options: LabOptions) -> RunningLab:
         data_roots=tuple(str(root.absolute()) for root in options.data_roots or (Path(),)),
         door=join_address(HOST, port),
         metrics_door=join_address(HOST, free_port(port + 1)),
+        enrol_port=free_port(port + 2),
     )
     folder.write(lab)
     return RunningLab(folder=folder, status=_begin(folder))
@@ -174,23 +175,27 @@ def _begin(folder: LabFolder) -> LabStatus:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    folder.note_process(process.pid)
-    until_s = time.monotonic() + READY_S
+    with ExitStack() as undo:
+        undo.callback(folder.clear)
+        folder.note_process(process.pid)
+        # Its network takes no time; its coordinator may take all of `READY_S`.
+        status = _answered(
+            folder, lambda: check_runs("the lab", process, log), until_s=time.monotonic() + 2 * READY_S
+        )
+        undo.pop_all()
+    return status
+
+
+def _answered(folder: LabFolder, check: Callable[[], None], *, until_s: float) -> LabStatus:
     while True:
-        try:
+        with suppress(NoLab):
             status = ask(folder.path, Ask()).status
-        except NoLab:
-            try:
-                check_runs("the lab", process, log)
-            except NotStarted:
-                folder.clear()
-                raise
-            if time.monotonic() > until_s:
-                raise NotStarted(f"the lab does not answer: {last_words(log)}") from None
-            time.sleep(_POLL_S)
-        else:
             assert status is not None
             return status
+        check()
+        if time.monotonic() > until_s:
+            raise NotStarted(f"the lab does not answer: see the logs in {folder.logs}")
+        time.sleep(_POLL_S)
 
 
 def _check(folder: LabFolder) -> None:

@@ -33,6 +33,7 @@ class LabFile(BaseModel):
         data_roots: folders that workers read data from.
         door: host:port of the coordinator for commands on this machine.
         metrics_door: likewise of its metrics.
+        enrol_port: where the coordinator gives workers their identities.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,11 +49,12 @@ class LabFile(BaseModel):
     data_roots: tuple[str, ...] = ()
     door: str
     metrics_door: str
+    enrol_port: int
 
 
 class LabFolder:
-    """The folder of a lab: a log of each service and `lab.log`, the token that the coordinator asks for, its state, and
-    the folder to which a `checkpoint.url` may lead.
+    """The folder of a lab: a log of each service and `lab.log`, the coordinator's state with the identity of its admin,
+    the line by which workers join and their identities, and the folder to which a `checkpoint.url` may lead.
 
     `prefix` begins the names of this lab's namespaces; no other folder has the same.
     """
@@ -60,8 +62,10 @@ class LabFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
         self.logs = self.path / "logs"
-        self.token = self.path / "token"
         self.coordinator_state = self.path / "coordinator"
+        self.admin = self.coordinator_state / "authority" / "admin.json"
+        self.line = self.path / "line"
+        self.worker_state = self.path / "workers"
         self.checkpoints = self.path / "checkpoints"
         self._lab_file = self.path / "lab.json"
         self._processes_file = self.path / "processes"

@@ -9,7 +9,7 @@ Rules of this file
 import asyncio
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,6 @@ from coordinator.planner import RayPlanner
 from coordinator.serving import Serves, Serving, ServingOptions
 from coordinator.telling.logs import begin_coordinator_log
 from skein.errors import SkeinError
-from skein.wire.credentials import Credentials
 from skein.wire.process.logs import LogFormat
 
 _log = logging.getLogger("coordinator")
@@ -44,8 +43,6 @@ class HostOptions:
     serving: ServingOptions
     is_standby: bool
     log_file: Path
-    token_file: Path | None
-    """Read here, for what an actor is made with is kept by Ray."""
     launcher: Launcher | None
     log_format: LogFormat
 
@@ -103,8 +100,7 @@ class Host:
     async def _begin(self) -> Serves | Failed:
         options = self._options
         try:
-            credentials = Credentials.read(options.token_file)
-            serving, planner = replace(options.serving, credentials=credentials), RayPlanner()
+            serving, planner = options.serving, RayPlanner()
             if options.is_standby:
                 standby = await Standby.start(serving)
                 self._address = standby.address

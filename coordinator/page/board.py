@@ -2,7 +2,7 @@
 
 Rules of this file
 - Figures are those of `skein status --json` and its like, made by the same code (`Looks`).
-- Whoever has no session sees one line. Where a coordinator asks nobody for credentials and listens on this machine
+- Whoever has no session sees one line. Where a coordinator asks nobody for a certificate and listens on this machine
   alone, everybody on it may look.
 - A name that is no address of ours is refused, for else a stranger's page could be read as this one (DNS rebinding);
   so is what another site's page asks for.

@@ -108,7 +108,7 @@ def open_channel(
     """A channel to `target` (host:port), and to nobody but `expected`. Connects at the first call."""
     options: list[tuple[str, int | str]] = [*client_options(lane)]
     if credentials.wallet is None:
-        return credentials.shown_on(aio.insecure_channel(target, options=options))
+        return aio.insecure_channel(target, options=options)
     passport = credentials.wallet.passport
     shown = grpc.ssl_channel_credentials(
         passport.authority.encode(), passport.key.encode(), passport.certificate.encode()
@@ -141,7 +141,7 @@ def open_server(
     options: Sequence[Option] = (),
     named: NamedCallers | None = None,
 ) -> aio.Server:
-    """A server that refuses calls without `credentials`; with certificates, `bind` it with the same.
+    """A server that knows its callers by name, where `credentials` have certificates; `bind` it with the same.
 
     Args:
         before: what sees calls before they are looked at.
@@ -149,8 +149,7 @@ def open_server(
         named: what looks at who calls, where certificates are; None: anybody with a name may.
     """
     by_name = [] if credentials.wallet is None else [named or NamedCallers()]
-    checks = [*before, *by_name, *credentials.checks(), Readable()]
-    return aio.server(interceptors=checks, options=[*server_options(), *options])
+    return aio.server(interceptors=[*before, *by_name, Readable()], options=[*server_options(), *options])
 
 
 def bind(
@@ -277,14 +276,14 @@ def is_loopback(host: str) -> bool:
 
 
 def require_safe_bind(host: str, credentials: Credentials, *, allow_insecure: bool) -> None:
-    """Returns if listening at `host` is safe: on loopback, with credentials, or because the operator said so.
+    """Returns if listening at `host` is safe: on loopback, with certificates, or because the operator said so.
 
     Raises:
         UserError: strangers could reach the service.
     """
     if credentials == NO_CREDENTIALS and not is_loopback(host) and not allow_insecure:
         hint = (
-            "other machines could give orders: join with a line from skein token create, or set a token file, "
-            "listen on 127.0.0.1, or pass --insecure"
+            "other machines could give orders: join with a line from skein token create, listen on 127.0.0.1, "
+            "or pass --insecure"
         )
         raise UserError("listen", host, hint)

@@ -19,11 +19,6 @@ _FIELD, _VALUE, _HINT = "skein-field-bin", "skein-value-bin", "skein-hint-bin"
 _MAX_VALUE_CHARACTERS = 200
 
 _CAUSES: tuple[tuple[grpc.StatusCode, Sequence[str], str], ...] = (
-    (
-        _Code.UNAUTHENTICATED,
-        ("token",),
-        "the token is missing or wrong: give the token file of that coordinator",
-    ),
     (_Code.UNAUTHENTICATED, (), "who calls is not let in"),
     (
         _Code.UNIMPLEMENTED,

@@ -25,7 +25,7 @@ from skein.topology.fleet import Link, Profile
 from skein.types import ChunkRef, Epoch, Generation, JobId, JobState, SiteId, StageIndex, Step, WorkerId
 from skein.wire import codec
 from skein.wire.channel import bind, open_server
-from skein.wire.credentials import Credentials
+from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.extra import FileData, FileEnd, GetStart, LogLevel, LogLine, ManifestReply
 from skein.wire.failures import refuse
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
@@ -390,9 +390,7 @@ class _Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
 
 
 @contextmanager
-def serving(
-    script: Script, *, token: str | None = None, credentials: Credentials | None = None
-) -> Iterator[str]:
+def serving(script: Script, *, credentials: Credentials = NO_CREDENTIALS) -> Iterator[str]:
     """The target of a coordinator that follows `script`."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="scripted-coordinator")
@@ -402,7 +400,7 @@ def serving(
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
     try:
-        server, port = run(_start(script, credentials or Credentials(token=token)))
+        server, port = run(_start(script, credentials))
         try:
             yield f"127.0.0.1:{port}"
         finally:

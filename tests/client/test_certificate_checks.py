@@ -10,7 +10,7 @@ import pytest
 
 from client.cli import run
 from client.doctor.certificates import look_at_identity
-from client.doctor.finding import DoctorFinding, Verdict
+from client.doctor.finding import DoctorFinding, Verdict, wrong
 from client.doctor.way import look_along
 from skein.wire.channel import join_address, split_address
 from skein.wire.credentials import Credentials, Wallet
@@ -130,6 +130,18 @@ def test_an_identity_is_judged_by_this_machine_s_clock(
     assert (finding.verdict, passport is None) == (verdict, verdict == "failed")
     assert finding.found.startswith(found)
     assert finding.cure or verdict == "ok"
+
+
+def test_an_identity_that_others_can_read_is_of_no_use_and_none_is_doubtful(tmp_path: Path) -> None:
+    path = tmp_path / "identity"
+    Authority.new(now_s=NOW_S).make_out(ME, now_s=NOW_S).save(path)
+    path.chmod(0o644)
+    assert look_at_identity(path) == (
+        wrong("identity", str(path), f"other users can read it; run: chmod 600 {path}"),
+        None,
+    )
+    finding, passport = look_at_identity(None)
+    assert (finding.verdict, finding.found, passport) == ("warning", "none", None)
 
 
 def test_the_command_stops_at_an_identity_that_has_ended(

@@ -55,7 +55,7 @@ def test_help_loads_nothing_that_it_does_not_need() -> None:
 def test_help_of_the_services_is_their_own(service: str) -> None:
     done = skein(service, "up", "--help")
     assert done.returncode == 0
-    assert "--token-file" in done.stdout
+    assert "--insecure" in done.stdout
 
 
 PROGRAMS = [("sim",), ("bench", "wire"), ("bench", "plan"), ("bench", "recovery")]

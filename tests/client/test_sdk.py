@@ -24,7 +24,6 @@ from tests.client.conftest import Scripted
 from tests.client.scripted import GOOD, Script, event, line_body, serving, status, whole_story
 from tests.support.incidents import incident
 
-TOKEN = "correct-horse-battery"
 SMALL = "model={family: llama, shape: {hidden_size: 16, intermediate_size: 24, num_hidden_layers: 2}}"
 PATIENCE_S = 5.0
 """Far above what coming back takes on loopback; reached only when something is wrong."""
@@ -104,14 +103,6 @@ def test_submit_that_breaks_is_made_again_under_the_same_key(coordinator: Script
     assert len(coordinator.script.keys) == 3
     assert len(set(coordinator.script.keys)) == 1
     assert not job.is_new
-
-
-def test_token_is_carried(coordinator: Scripted) -> None:
-    with serving(coordinator.script, token=TOKEN) as target:
-        with Client(target, token=TOKEN) as client:
-            assert client.jobs()
-        with Client(target) as client, pytest.raises(RemoteError, match="the token is missing or wrong"):
-            client.jobs()
 
 
 # --- errors ---

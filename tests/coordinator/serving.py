@@ -8,23 +8,25 @@ from pathlib import Path
 import pytest
 from grpc import StatusCode, aio
 
+from coordinator.identity.office import ADMIN_FILE, FOLDER
 from coordinator.records.store import RunLog
 from coordinator.serving import Serving, ServingOptions
 from skein.protocol.log.records import Record
 from skein.protocol.messages.directives import Directive
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
-from skein.wire.credentials import Credentials
+from skein.wire.credentials import NO_CREDENTIALS, Credentials, Wallet
+from skein.wire.identity.passport import Passport
 from skein.wire.v1 import control_pb2, control_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import WAIT_S, job_spec, plan_at_once
 
 
 @asynccontextmanager
 async def coordinator(
-    state_dir: Path, *, token: str | None = None, metrics_port: int | None = None
+    state_dir: Path, *, has_certificates: bool = False, metrics_port: int | None = None
 ) -> AsyncIterator[Serving]:
     options = ServingOptions(
-        state_dir=state_dir, credentials=Credentials(token=token), metrics_port=metrics_port
+        state_dir=state_dir, has_certificates=has_certificates, metrics_port=metrics_port
     )
     running = await Serving.start(options, plan_at_once)
     try:
@@ -34,10 +36,20 @@ async def coordinator(
 
 
 @asynccontextmanager
-async def connected(running: Serving, *, token: str | None = None) -> AsyncIterator[aio.Channel]:
-    channel = open_channel(running.where().address, Lane.CONTROL, credentials=Credentials(token=token))
+async def connected(running: Serving) -> AsyncIterator[aio.Channel]:
+    channel = open_channel(running.where().address, Lane.CONTROL, credentials=NO_CREDENTIALS)
     async with channel, asyncio.timeout(WAIT_S):
         yield channel
+
+
+def admin_of(state_dir: Path) -> Passport:
+    """Admin of a coordinator with certificates."""
+    return Passport.load(state_dir / FOLDER / ADMIN_FILE)
+
+
+def shown_by_admin(state_dir: Path) -> Credentials:
+    """Credentials of that admin."""
+    return Credentials(wallet=Wallet(admin_of(state_dir)))
 
 
 def write_log(state_dir: Path, records: Sequence[Record]) -> None:

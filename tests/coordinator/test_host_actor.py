@@ -138,7 +138,6 @@ def test_an_actor_that_ray_refuses_is_one_line(error: Exception, fake: FakeRay, 
         serving=ServingOptions(state_dir=tmp_path),
         is_standby=False,
         log_file=tmp_path / "log",
-        token_file=None,
         launcher=None,
         log_format="text",
     )

@@ -31,6 +31,7 @@ from skein.wire.identity.passport import Passport
 from skein.wire.v1 import identity_pb2, identity_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import WAIT_S, hello, plan_at_once
 from tests.coordinator.serving import ScriptedWorker
+from worker.joining import identity_by
 
 
 class Cluster:
@@ -305,6 +306,18 @@ async def test_a_renewed_passport_knows_of_a_standby_that_came_later(tmp_path: P
         again = await renewed(mine, clock=time.time)
         assert again.addresses == f"{known.target},b:7411"
         assert again.enrol_addresses == f"{mine.enrol_addresses},b:7413"
+
+
+async def test_an_identity_that_is_kept_goes_where_a_newer_line_leads(tmp_path: Path) -> None:
+    async with cluster(tmp_path / "state") as known:
+        line = await known.line()
+        kept = (await identity_by(line, "w-1", "", tmp_path)).passport
+        moved = replace(line, addresses="moved:7411")
+        again = (await identity_by(moved, "w-1", "", tmp_path)).passport
+        assert again == replace(kept, addresses=f"moved:7411,{known.target}")
+        assert (
+            await identity_by(line, "w-1", "", tmp_path)
+        ).passport.addresses == f"{known.target},moved:7411"
 
 
 def test_lines_name_all_coordinators_that_were_seen_of_late(tmp_path: Path) -> None:

@@ -35,10 +35,6 @@ def no_directory(tmp_path: Path) -> CoordinatorOptions:
     return CoordinatorOptions(state_dir=tmp_path / "file" / "below")
 
 
-def no_token(tmp_path: Path) -> CoordinatorOptions:
-    return CoordinatorOptions(state_dir=tmp_path, token_file=tmp_path / "none")
-
-
 def no_port(tmp_path: Path) -> CoordinatorOptions:
     return CoordinatorOptions(state_dir=tmp_path, port=70_000)
 
@@ -59,7 +55,6 @@ def no_address(tmp_path: Path) -> CoordinatorOptions:
     ("wrong", "code", "field", "cure"),
     [
         (no_directory, FAILED, "state_dir", "give a directory that you can write"),
-        (no_token, USAGE, "token_file", "give a file that you can read"),
         (no_port, USAGE, "port", "between 1 and 65535"),
         (short_lease, USAGE, "lease_s", "at least 0.5 s"),
         (short_silence, USAGE, "takeover_s", "at least 0.5 s"),
@@ -165,6 +160,5 @@ def test_beyond_this_machine_callers_need_certificates_unless_it_is_said_otherwi
     beyond = CoordinatorOptions(state_dir=tmp_path, host=host)
     assert needs_certificates(beyond)
     assert not needs_certificates(replace(beyond, allow_insecure=True))
-    assert not needs_certificates(replace(beyond, token_file=tmp_path / "token"))
     assert not needs_certificates(replace(beyond, host="127.0.0.1"))
     assert needs_certificates(replace(beyond, host="127.0.0.1", has_certificates=True))

@@ -13,8 +13,7 @@ import pytest
 from client.aio import AsyncClient
 from coordinator.serving import Serving, ServingOptions
 from skein.protocol.log.records import Record
-from skein.wire.credentials import Credentials
-from skein.wire.identity.names import LOCAL, Caller
+from skein.wire.identity.names import Caller
 from skein.wire.serving import pages
 from skein.wire.shown.plain import plain
 from tests.coordinator.builders import (
@@ -27,22 +26,21 @@ from tests.coordinator.builders import (
     plan_at_once,
     submitted,
 )
-from tests.coordinator.serving import ScriptedWorker, connected, write_log
+from tests.coordinator.serving import ScriptedWorker, admin_of, connected, write_log
 from tests.support.incidents import incident
 
-TOKEN = "correct-horse-battery"
 JOB = "digits-1"
 HOSTILE = "<script>alert(1)</script>"
 
 
 @asynccontextmanager
-async def coordinator(state_dir: Path, *, token: str | None = None) -> AsyncIterator[Serving]:
+async def coordinator(state_dir: Path, *, has_certificates: bool = False) -> AsyncIterator[Serving]:
     """One with a past: a job of five steps and an incident, another that waits."""
     waits = replace(submitted("other-2"), spec=job_spec(name="waits").canonical_json())
     steps = [committed(JOB, step, wall_s=10.0 + step) for step in range(5)]
     past: list[Record] = [submitted(JOB), waits, *steps, checkpointed(JOB, 5), incident(JOB, seconds=0.6)]
     write_log(state_dir, past)
-    options = ServingOptions(state_dir=state_dir, credentials=Credentials(token=token), metrics_port=0)
+    options = ServingOptions(state_dir=state_dir, has_certificates=has_certificates, metrics_port=0)
     running = await Serving.start(options, plan_at_once)
     try:
         yield running
@@ -144,12 +142,12 @@ async def test_what_is_not_there_is_not_found_and_not_repeated(tmp_path: Path, p
 # --- who may look ---
 
 
-async def test_with_credentials_a_link_lets_one_browser_in_once(tmp_path: Path) -> None:
-    async with coordinator(tmp_path, token=TOKEN) as running:
+async def test_with_certificates_a_link_lets_one_browser_in_once(tmp_path: Path) -> None:
+    async with coordinator(tmp_path, has_certificates=True) as running:
         for path in ("/", "/api/overview", "/api/live", f"/api/jobs/{JOB}"):
             status, fields, body = await asked(running, path)
             assert (status, body) == (401, b"To look at this page, run: skein page\n"), path
-        async with AsyncClient(running.where().address, token=TOKEN) as client:
+        async with AsyncClient(running.where().address, passport=admin_of(tmp_path)) as client:
             url = await client.page()
         assert url.startswith(f"http://{page_of(running)}/login?link=")
         login = url.partition(page_of(running))[2]
@@ -248,9 +246,9 @@ async def test_a_listener_that_reads_nothing_is_dropped(
 
 
 async def test_a_session_that_ends_takes_its_listener_along(tmp_path: Path) -> None:
-    async with coordinator(tmp_path, token=TOKEN) as running:
+    async with coordinator(tmp_path, has_certificates=True) as running:
         board = running._doors.board
-        link = board.link(LOCAL)
+        link = board.link(admin_of(tmp_path).caller)
         cookie = (await asked(running, f"/login?link={link}"))[1]["Set-Cookie"].partition(";")[0]
         stream = asyncio.create_task(asked(running, "/api/live", Cookie=cookie))
         await eventually(lambda: board._num_listening == 1)

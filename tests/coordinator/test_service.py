@@ -27,11 +27,13 @@ from skein.protocol.messages.positions import LogPosition, signed
 from skein.protocol.messages.reports import Beat
 from skein.types import Epoch, SiteId, WorkerId
 from skein.wire import codec
+from skein.wire.channel import open_enrolment_channel
 from skein.wire.extra import LogLevel, LogLine, LogLines
 from skein.wire.v1 import control_pb2, jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import WAIT_S, eventually, hello, plan_at_once, submitted
 from tests.coordinator.serving import (
     ScriptedWorker,
+    admin_of,
     connected,
     coordinator,
     count_of,
@@ -39,9 +41,6 @@ from tests.coordinator.serving import (
     submit,
     write_log,
 )
-
-TOKEN = "correct-horse-battery"
-
 
 # --- control streams ---
 
@@ -206,9 +205,10 @@ async def test_log_lines_and_statistics_of_a_worker_are_passed_on(tmp_path: Path
 # --- who may call, and how much is told ---
 
 
-async def test_without_the_token_every_call_is_refused_and_counted(tmp_path: Path) -> None:
-    async with coordinator(tmp_path, token=TOKEN) as running:
-        async with connected(running) as channel:
+async def test_without_a_certificate_every_call_is_refused_and_counted(tmp_path: Path) -> None:
+    async with coordinator(tmp_path, has_certificates=True) as running:
+        admin = admin_of(tmp_path)
+        async with open_enrolment_channel(admin.enrol_addresses, admin.authority) as channel:
             version = jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest())
             assert await status_of(version) is StatusCode.UNAUTHENTICATED
             assert await ScriptedWorker(channel).call.code() is StatusCode.UNAUTHENTICATED
@@ -218,12 +218,10 @@ async def test_without_the_token_every_call_is_refused_and_counted(tmp_path: Pat
             assert await status_of(unknown) is StatusCode.UNAUTHENTICATED
         await eventually(lambda: count_of(running, "Version", "unauthenticated") == 1)
         await eventually(lambda: count_of(running, "Session", "unauthenticated") == 1)
-        async with connected(running, token=TOKEN) as channel:
-            await jobs_pb2_grpc.JobsStub(channel).Version(jobs_pb2.VersionRequest())
 
 
-async def test_health_needs_no_token(tmp_path: Path) -> None:
-    async with coordinator(tmp_path, token=TOKEN) as running, connected(running) as channel:
+async def test_health_is_told_to_anybody(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as running, connected(running) as channel:
         for service in ("", "skein.wire.v1.Control", "skein.wire.v1.Jobs", "skein.wire.v1.Checkpoint"):
             request = health_pb2.HealthCheckRequest(service=service)
             reply = await health_pb2_grpc.HealthStub(channel).Check(request)
@@ -314,7 +312,7 @@ async def test_a_worker_that_knows_more_than_the_log_ends_the_coordinator_in_one
     claimed = LogPosition(origin_s=1.0, epoch=Epoch(1), opened_s=1.0, entry=7)
     known = signed(claimed, bytes.fromhex((tmp_path / KEY_FILE).read_text()))
     async with coordinator(tmp_path) as running, connected(running) as channel:
-        # Whoever has the token can say so.
+        # Any worker can say so.
         stranger = ScriptedWorker(channel)
         await stranger.say(replace(hello("w9", "w9-1"), epoch=Epoch(1), position=claimed))
         refused = await stranger.hear()

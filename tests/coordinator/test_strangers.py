@@ -1,4 +1,4 @@
-"""Who has no token, or says nothing, cannot keep a coordinator from answering those who have one."""
+"""Who has no certificate, or says nothing, cannot keep a coordinator from answering those who have one."""
 
 import asyncio
 import socket
@@ -16,44 +16,29 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.hostility.messages import methods
 from coordinator.service import calls
-from coordinator.serving import Serving, ServingOptions
 from skein.wire import channel as channels
-from skein.wire.channel import Lane, open_channel
+from skein.wire.channel import Lane, open_channel, open_enrolment_channel
 from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.process import files
 from skein.wire.serving import doorway, health, pages
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
-from tests.coordinator.builders import WAIT_S, eventually, plan_at_once
+from tests.coordinator.builders import WAIT_S, eventually
+from tests.coordinator.serving import admin_of, connected, coordinator, shown_by_admin
 
-TOKEN = "correct-horse-battery"
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 
 @asynccontextmanager
-async def coordinator(state_dir: Path, *, metrics_port: int | None = None) -> AsyncIterator[Serving]:
-    running = await Serving.start(
-        ServingOptions(state_dir=state_dir, credentials=Credentials(token=TOKEN), metrics_port=metrics_port),
-        plan_at_once,
-    )
-    try:
-        yield running
-    finally:
-        await running.stop()
-
-
-@asynccontextmanager
-async def strangers(state_dir: Path, *, token: str | None = None) -> AsyncIterator[aio.Channel]:
+async def strangers(state_dir: Path) -> AsyncIterator[aio.Channel]:
     """A channel to a coordinator of its own."""
-    async with coordinator(state_dir) as running:
-        channel = open_channel(running.where().address, Lane.CONTROL, credentials=Credentials(token=token))
-        async with channel, asyncio.timeout(WAIT_S):
-            yield channel
+    async with coordinator(state_dir) as running, connected(running) as channel:
+        yield channel
 
 
-async def answers(target: str, *, token: str | None = TOKEN) -> None:
+async def answers(target: str, *, shown: Credentials = NO_CREDENTIALS) -> None:
     """A real call, on a connection of its own."""
     async with (
-        open_channel(target, Lane.CONTROL, credentials=Credentials(token=token)) as channel,
+        open_channel(target, Lane.CONTROL, credentials=shown) as channel,
         asyncio.timeout(WAIT_S),
     ):
         # As long as it takes: who finds all connections taken dials again.
@@ -96,10 +81,12 @@ async def end_of(watch: aio.UnaryStreamCall[object, object]) -> StatusCode:
 
 
 @pytest.mark.parametrize("method", ["/skein.wire.v1.Jobs/Version", "/skein.wire.v1.Jobs/Watch", "/x.Y/Z"])
-async def test_a_silent_call_without_the_token_is_over_at_once(tmp_path: Path, method: str) -> None:
-    async with strangers(tmp_path) as stranger:
-        silent = [silent_call(stranger, method) for _ in range(50)]
-        codes = {await call.code() for call in silent}
+async def test_a_silent_call_without_a_certificate_is_over_at_once(tmp_path: Path, method: str) -> None:
+    async with coordinator(tmp_path, has_certificates=True), asyncio.timeout(WAIT_S):
+        admin = admin_of(tmp_path)
+        async with open_enrolment_channel(admin.enrol_addresses, admin.authority) as stranger:
+            silent = [silent_call(stranger, method) for _ in range(50)]
+            codes = {await call.code() for call in silent}
     assert codes == {StatusCode.UNAUTHENTICATED}
 
 
@@ -112,7 +99,7 @@ WITH_CERTIFICATES = ("skein.wire.v1.Enrol", "skein.wire.v1.Identities")
 async def test_bytes_that_are_no_message_are_refused_in_a_sentence_whatever_the_method(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with strangers(tmp_path, token=TOKEN) as channel:
+    async with strangers(tmp_path) as channel:
         for method in (method for method in methods() if not method.is_workers):
             if method.path.split("/")[1] in WITH_CERTIFICATES:
                 continue
@@ -133,13 +120,12 @@ async def test_a_silent_question_for_health_is_over_soon(
     assert codes == {StatusCode.RESOURCE_EXHAUSTED}
 
 
-async def test_the_limit_of_calls_holds_for_those_with_the_token(
+async def test_the_limit_of_calls_holds_for_those_who_are_let_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "MAX_CALLS", 3)
-    async with strangers(tmp_path, token=TOKEN) as channel:
-        session = channel.stream_stream("/skein.wire.v1.Control/Session", None, None)
-        held = [session(metadata=(("authorization", f"Bearer {TOKEN}"),)) for _ in range(3)]  # type: ignore[call-arg]
+    async with strangers(tmp_path) as channel:
+        held = [silent_call(channel, "/skein.wire.v1.Control/Session") for _ in range(3)]
         await until_answered(channel, StatusCode.RESOURCE_EXHAUSTED)
         for call in held:
             call.cancel()
@@ -187,12 +173,12 @@ async def test_half_open_connections_are_over_soon_and_keep_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     monkeypatch.setattr(channels, "_HANDSHAKE_MS", 300)
-    async with coordinator(tmp_path) as running:
-        target = running.where().address
+    async with coordinator(tmp_path, has_certificates=True) as running:
+        target, shown = running.where().address, shown_by_admin(tmp_path)
         async with half_open(target, 50, said=said) as opened:
-            await answers(target)
+            await answers(target, shown=shown)
             assert all([await is_closed(connection) for connection in opened])
-            await answers(target)
+            await answers(target, shown=shown)
 
 
 async def test_one_address_cannot_take_all_connections_that_there_are(
@@ -202,13 +188,13 @@ async def test_one_address_cannot_take_all_connections_that_there_are(
     monkeypatch.setattr(channels, "max_connections", lambda: 40)
     monkeypatch.setattr(doorway, "PER_ADDRESS", 8)
     monkeypatch.setattr(doorway, "PERIOD_S", 0.02)
-    async with coordinator(tmp_path) as running:
-        target = running.where().address
-        async with open_channel(target, Lane.CONTROL, credentials=Credentials(token=TOKEN)) as before:
+    async with coordinator(tmp_path, has_certificates=True) as running:
+        target, shown = running.where().address, shown_by_admin(tmp_path)
+        async with open_channel(target, Lane.CONTROL, credentials=shown) as before:
             version = jobs_pb2_grpc.JobsStub(before).Version
             await version(jobs_pb2.VersionRequest(), timeout=WAIT_S)
             async with half_open(target, 120) as opened:
-                await answers(target)
+                await answers(target, shown=shown)
                 await version(jobs_pb2.VersionRequest(), timeout=WAIT_S)
                 assert all([await is_closed(connection) for connection in opened[:20]])
 
@@ -248,7 +234,7 @@ async def test_a_thousand_half_open_connections_stop_no_coordinator_where_shells
             target = (await asyncio.to_thread(process.stdout.readline)).strip()
             async with half_open(target, 1100):
                 for _ in range(20):
-                    await answers(target, token=None)
+                    await answers(target)
             assert process.poll() is None
         finally:
             process.kill()

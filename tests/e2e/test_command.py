@@ -232,6 +232,6 @@ def test_a_state_directory_in_use_ends_a_second_coordinator(cluster: Cluster) ->
 
 
 @pytest.mark.parametrize("listen", part(["0.0.0.0", "::"], every=2))
-def test_a_worker_listens_to_the_world_with_an_identity_or_a_token_only(listen: str) -> None:
+def test_a_worker_listens_to_the_world_with_an_identity_only(listen: str) -> None:
     ran = program("worker", "up", "--join", "127.0.0.1:9", "--listen", listen)
-    assert "token" in only_error(ran, USAGE)
+    assert "join with a line" in only_error(ran, USAGE)

@@ -275,11 +275,3 @@ def test_data_that_a_worker_would_not_offer_are_named(tmp_path: Path, name: str,
     doctor = [sys.executable, "-P", "-m", "client.cli", "doctor", "--role", "client", "--json"]
     found = Diagnosis.of([*doctor, "--job", str(job), "--data", f"books={tmp_path}"])
     assert found.failed.get("data.sources[0].path") == cause
-
-
-def test_a_token_that_others_can_read_is_named(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("x" * 32)
-    token.chmod(0o644)
-    doctor = [sys.executable, "-P", "-m", "client.cli", "doctor", "--role", "client", "--json"]
-    assert list(Diagnosis.of([*doctor, "--token-file", str(token)]).failed) == ["token"]

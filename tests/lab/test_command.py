@@ -7,9 +7,8 @@ import pytest
 
 from client.cli import DONE, FAILED, USAGE, run
 from client.lab.preset import Endpoint, lay_out, load_preset
-from client.lab.services import programs, write_token
+from client.lab.services import programs
 from client.lab.state import LabFile, LabFolder, Mode
-from skein.wire.credentials import read_token
 
 
 def make_lab(preset: str, *, mode: Mode, endpoints: tuple[Endpoint, ...]) -> LabFile:
@@ -24,11 +23,13 @@ def make_lab(preset: str, *, mode: Mode, endpoints: tuple[Endpoint, ...]) -> Lab
         has_closed_homes=False,
         door="127.0.0.1:7411",
         metrics_door="127.0.0.1:7500",
+        enrol_port=7413,
     )
 
 
 def options_of(arguments: tuple[str, ...]) -> dict[str, str]:
-    return dict(zip(arguments[::2], arguments[1::2], strict=True))
+    given = [argument for argument in arguments if argument != "--certificates"]
+    return dict(zip(given[::2], given[1::2], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -110,9 +111,10 @@ def test_workers_behind_nat_listen_there_and_advertise_their_home(tmp_path: Path
     assert coordinator.arguments[:2] == (folder.namespace(endpoints[0]), "coordinator")
     assert worker.arguments[:2] == (folder.namespace(endpoints[1]), "worker")
     options = options_of(worker.arguments[2:])
-    assert options["--join"] == "10.77.0.1:7411"
+    assert options["--join"] == f"@{folder.line}"
     assert (options["--listen"], options["--advertise"]) == ("192.168.1.2", "10.77.0.2:7411")
-    assert options_of(coordinator.arguments[2:])["--host"] == "10.77.0.1"
+    options = options_of(coordinator.arguments[2:])
+    assert (options["--host"], options["--advertise"]) == ("10.77.0.1", "10.77.0.1:7411")
 
 
 def test_workers_behind_proxies_advertise_them(tmp_path: Path) -> None:
@@ -124,24 +126,19 @@ def test_workers_behind_proxies_advertise_them(tmp_path: Path) -> None:
         LabFolder(tmp_path), make_lab("two-sites", mode="proxy", endpoints=endpoints)
     )
     assert (coordinator.module, worker.module) == ("coordinator", "worker")
-    assert options_of(coordinator.arguments)["--metrics-port"] == "7500"
+    assert "--certificates" in coordinator.arguments
+    options = options_of(coordinator.arguments)
+    assert (options["--metrics-port"], options["--advertise"]) == ("7500", "127.0.0.2:7411")
     assert options_of(worker.arguments) == {
-        "--join": "127.0.0.2:7411",
+        "--join": f"@{tmp_path / 'line'}",
+        "--state-dir": str(tmp_path / "workers"),
         "--name": "south-1",
         "--site": "south",
         "--listen": "127.0.0.3",
         "--port": "9000",
         "--advertise": "127.0.0.2:9000",
-        "--token-file": str(tmp_path / "token"),
         "--checkpoint-root": str(tmp_path / "checkpoints"),
     }
-
-
-def test_tokens_are_our_own_and_stay(tmp_path: Path) -> None:
-    write_token(tmp_path / "token")
-    first = read_token(tmp_path / "token")  # refuses one that others can read
-    write_token(tmp_path / "token")
-    assert read_token(tmp_path / "token") == first
 
 
 def test_folders_have_namespaces_of_their_own(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ WALLET = Wallet(Authority.new(now_s=0.0).make_out(COORDINATOR, now_s=0.0))
         ("127.0.0.1", NO_CREDENTIALS, None),
         ("0.0.0.0", Credentials(wallet=WALLET), None),
         ("0.0.0.0", NO_CREDENTIALS, "--insecure: whoever reaches 0.0.0.0 may give orders"),
-        ("lab.example", Credentials(token="t" * 16), "whoever reads along at lab.example learns the token"),
     ],
 )
 def test_beyond_this_machine_what_is_in_the_clear_is_warned_of(

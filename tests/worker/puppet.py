@@ -16,8 +16,9 @@ from skein.topology.fleet import Profile
 from skein.types import Epoch, Incarnation, SiteId, WorkerId
 from skein.wire.channel import bind, open_server
 from skein.wire.codec import DIRECTIVE, REPORT
-from skein.wire.credentials import Credentials
+from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.extra import LogLine, LogLines
+from skein.wire.identity.callers import NamedCallers
 from skein.wire.v1 import control_pb2, control_pb2_grpc
 from worker.inbox import WorkerInbox
 from worker.process import WorkerSetting, work
@@ -94,13 +95,16 @@ class PuppetCoordinator(control_pb2_grpc.ControlServicer):
 
 @asynccontextmanager
 async def listening(
-    *servicers: Callable[[aio.Server], None], token: str | None = None, port: int = 0
+    *servicers: Callable[[aio.Server], None],
+    credentials: Credentials = NO_CREDENTIALS,
+    named: NamedCallers | None = None,
+    port: int = 0,
 ) -> AsyncIterator[int]:
     """A server on loopback; its port."""
-    server = open_server(credentials=Credentials(token=token))
+    server = open_server(credentials=credentials, named=named)
     for attach in servicers:
         attach(server)
-    bound = bind(server, "127.0.0.1", port)
+    bound = bind(server, "127.0.0.1", port, credentials=credentials)
     await server.start()
     try:
         yield bound
@@ -109,14 +113,16 @@ async def listening(
 
 
 @asynccontextmanager
-async def puppet(*, token: str | None = None, port: int = 0) -> AsyncIterator[tuple[PuppetCoordinator, int]]:
+async def puppet(
+    *, credentials: Credentials = NO_CREDENTIALS, named: NamedCallers | None = None, port: int = 0
+) -> AsyncIterator[tuple[PuppetCoordinator, int]]:
     """A coordinator under the test's control, and its port."""
     coordinator = PuppetCoordinator()
 
     def attach(server: aio.Server) -> None:
         control_pb2_grpc.add_ControlServicer_to_server(coordinator, server)
 
-    async with listening(attach, token=token, port=port) as bound:
+    async with listening(attach, credentials=credentials, named=named, port=port) as bound:
         yield coordinator, bound
 
 
@@ -137,7 +143,7 @@ def setting(
     *,
     name: str = "w0",
     incarnation: str = "i0",
-    token: str | None = None,
+    credentials: Credentials = NO_CREDENTIALS,
     memory_bytes: int | None = None,
     take_log_lines: Callable[[], tuple[LogLine, ...]] = tuple,
 ) -> WorkerSetting:
@@ -150,7 +156,7 @@ def setting(
         listen="127.0.0.1",
         port=0,
         address_of=lambda bound: f"127.0.0.1:{bound}",
-        credentials=Credentials(token=token),
+        credentials=credentials,
         device=torch.device("cpu"),
         memory_bytes=memory_bytes,
         metrics_host="127.0.0.1",

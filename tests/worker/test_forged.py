@@ -1,4 +1,4 @@
-"""Tensors in another worker's name, from somebody who has the token: refused, counted, told, and without effect."""
+"""Tensors in another worker's name, from somebody who is let in: refused, counted, told, and without effect."""
 
 import logging
 from dataclasses import replace
@@ -136,7 +136,7 @@ async def test_tensors_in_another_workers_name_are_refused_and_change_nothing(
 
 
 async def asked_for_state(here: Cluster, worker: str, door: str) -> StatusCode:
-    """What a holder of the token gets that nobody has told to fetch."""
+    """What somebody who is let in gets that nobody has told to fetch."""
     job = next(iter(here._machine.history.jobs))
     request = FetchStateRequest(
         job=job, stage=StageIndex(1), version=Step(1), names=(), kind=StateKind.STATE, door=door

@@ -1,6 +1,7 @@
 """A whole worker process, but for the process: control stream, draining, errors. Real gRPC on loopback."""
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,11 @@ from skein.types import (
     Step,
     WorkerId,
 )
+from skein.wire.credentials import Credentials, Wallet
 from skein.wire.extra import LogLevel, LogLine, LogLines
+from skein.wire.identity.authority import Authority
+from skein.wire.identity.callers import NamedCallers
+from skein.wire.identity.names import COORDINATOR, worker_caller
 from tests.support.plans import schedule
 from tests.worker.lab import tiny_job, write_text
 from tests.worker.puppet import WELCOME, Session, puppet, running, setting
@@ -132,16 +137,21 @@ async def test_without_a_coordinator_stopping_needs_nobody() -> None:
         assert (await worker.end()).is_clean
 
 
-async def test_a_wrong_token_is_fatal_and_says_so() -> None:
+async def test_to_be_revoked_is_fatal_and_says_so() -> None:
+    authority, now_s = Authority.new(now_s=time.time()), time.time()
+    own, theirs = (
+        Credentials(wallet=Wallet(authority.make_out(caller, now_s=now_s)))
+        for caller in (COORDINATOR, worker_caller("w0"))
+    )
     async with (
-        puppet(token="correct-horse-battery") as (_, port),
-        running(setting(port, token="wrong-horse-battery-x")) as worker,
+        puppet(credentials=own, named=NamedCallers(lambda _: True)) as (_, port),
+        running(setting(port, credentials=theirs)) as worker,
     ):
         with pytest.raises(ExceptionGroup) as failure:
             await worker.end()
         error = failure.value.exceptions[0]
         assert isinstance(error, UserError)
-        assert "token" in str(error)
+        assert "worker w0 was revoked" in str(error)
 
 
 async def test_a_port_in_use_is_named() -> None:

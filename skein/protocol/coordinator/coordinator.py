@@ -332,7 +332,7 @@ class Coordinator:
             self._refuse_other_log(worker, incarnation, f"{knows}, which is not in the run log")
             return
         if not self._outbox.has_signed(known):
-            # Whoever has the token could say so; what is true and cannot be proved is for people to look at.
+            # Any worker could say so; what is true and cannot be proved is for people to look at.
             unproved = f"{knows}, as it says without a signature of this run log, which has no such entry"
             self._refuse_other_log(worker, incarnation, unproved)
             return

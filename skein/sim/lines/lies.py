@@ -1,6 +1,6 @@
 """Reports that are not what their worker made of them: other numbers, ids and lists, missing and repeated ones.
 
-What a liar does stays honest; only what it says is mutated, as by a faulty machine, or by somebody who has the token.
+What a liar does stays honest; only what it says is mutated, as by a faulty machine, or by somebody who is let in.
 """
 
 from collections.abc import Iterator, Sequence

@@ -80,7 +80,7 @@ class Transport:
         self._offer(_Parcel(sender, command, payload, since_s=now, heard_s=now))
 
     def forge(self, name: WorkerId, incarnation: Incarnation) -> None:
-        """Offer everybody a result in this worker's name, as who has the token can, but not that one's secret."""
+        """Offer everybody a result in this worker's name, as who is let in can, without that one's secret."""
         for worker in self._workers.values():
             machine = worker.machine
             attempt = Attempt(epoch=machine.epoch, generation=machine.generation, number=0)

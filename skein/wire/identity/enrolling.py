@@ -149,6 +149,15 @@ def _made_out(draft: Passport, reply: identity_pb2.EnrolReply) -> Passport:
     )
 
 
+def led_by(line: JoinLine, passport: Passport) -> Passport:
+    """The passport, which goes where a line leads now, and then where it went before."""
+    return replace(
+        passport,
+        addresses=_with(line.addresses, passport.addresses),
+        enrol_addresses=_with(line.enrol_addresses, passport.enrol_addresses),
+    )
+
+
 def _with(known: str, others: str) -> str:
     """Addresses with others behind them: those known lead here, by whatever way.
 

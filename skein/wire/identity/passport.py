@@ -115,8 +115,8 @@ class Passport:
         Raises:
             UserError: it cannot be read, others can read it, or it is none.
         """
+        text = read_private(path)
         try:
-            text = read_private(path)
             passport = cls(**json.loads(text))
             _ = passport.caller, load_key(passport.key)
         except (ValueError, TypeError) as error:

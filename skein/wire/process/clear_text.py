@@ -19,10 +19,6 @@ def clear_text_warning(host: str, credentials: Credentials) -> str | None:
     """
     if credentials.wallet is not None or is_loopback(host):
         return None
-    if credentials.token is not None:
-        return (
-            f"in the clear: whoever reads along at {host} learns the token; use certificates, see skein init"
-        )
     return f"--insecure: whoever reaches {host} may give orders, and reads along; use certificates, see skein init"
 
 

@@ -1,4 +1,4 @@
-"""gRPC's health service, which needs no token: so it is bounded by itself, and costs nobody else a call.
+"""gRPC's health service, which anybody may ask: so it is bounded by itself, and costs nobody else a call.
 
 A call that says nothing is over soon, streams that watch are few, and whoever comes is answered: `room` beside this.
 """

@@ -22,8 +22,8 @@ from tests.client.conftest import Scripted
         (["jobs", "--coordinator", "x"], "coordinator: 'x': give host:port"),
         (["jobs", "--timeout", "soon"], "--timeout: 'soon': give a duration such as '10 s'"),
         (
-            ["jobs", "--token-file", "/nowhere"],
-            "token_file: '/nowhere': No such file or directory; give a file",
+            ["jobs", "--identity", "/nowhere"],
+            "identity: '/nowhere': No such file or directory; give a file",
         ),
         (
             ["submit", "/nowhere.yaml"],

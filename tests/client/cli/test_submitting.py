@@ -9,9 +9,7 @@ from client.cli import run
 from skein.types import JobState
 from tests.client.cli.said import Captured, lines
 from tests.client.conftest import Scripted
-from tests.client.scripted import Script, serving, whole_story, worker
-
-TOKEN = "correct-horse-battery"
+from tests.client.scripted import whole_story, worker
 
 
 def test_submit_prints_the_id_alone(coordinator: Scripted, job_file: Path, capsys: Captured) -> None:
@@ -142,13 +140,3 @@ def test_job_check_and_schema(job_file: Path, capsys: Captured) -> None:
     assert json.loads(spec)["budget"]["steps"] == 3
     assert run(["job", "schema"]) == 0
     assert "budget" in json.loads(capsys.readouterr().out)["required"]
-
-
-def test_token_file_is_used(job_file: Path, tmp_path: Path, capsys: Captured) -> None:
-    token_file = tmp_path / "token"
-    token_file.write_text(TOKEN)
-    token_file.chmod(0o600)
-    with serving(Script(), token=TOKEN) as target:
-        assert run(["jobs", "--coordinator", target, "--token-file", str(token_file)]) == 0
-        assert run(["jobs", "--coordinator", target]) == 1
-    assert "the token is missing or wrong" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from skein.types import (
 from skein.wire.channel import bind, open_channel_to, open_server
 from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.extra import DType, FetchStateRequest, StateKind
+from skein.wire.identity.callers import NamedCallers
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.service import PeerService
 from worker.transport.links import Probed, never_dialled
@@ -122,10 +123,10 @@ class Receiver:
 
 @asynccontextmanager
 async def serving(
-    service: PeerService, *, credentials: Credentials = NO_CREDENTIALS
+    service: PeerService, *, credentials: Credentials = NO_CREDENTIALS, named: NamedCallers | None = None
 ) -> AsyncIterator[Member]:
     """Worker "b" with `service`, as a member that can be reached."""
-    server = open_server(credentials=credentials)
+    server = open_server(credentials=credentials, named=named)
     service.attach(server)
     port = bind(server, "127.0.0.1", 0, credentials=credentials)
     await server.start()

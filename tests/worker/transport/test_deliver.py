@@ -17,6 +17,7 @@ from skein.wire.codec import PART_REPLY
 from skein.wire.credentials import Credentials, Wallet
 from skein.wire.extra import CreditGranted, DType, PartReply, TensorAccepted
 from skein.wire.identity.authority import Authority
+from skein.wire.identity.callers import NamedCallers
 from skein.wire.identity.names import Caller, CallerRole, worker_caller
 from skein.wire.v1 import peer_pb2
 from tests.support.turns import until
@@ -392,15 +393,15 @@ async def test_a_peer_is_not_blamed_for_a_standstill_of_ones_own() -> None:
         assert sender.statistics.accepted[Lane.FORWARD] == 2
 
 
-async def test_a_wrong_token_is_no_reason_to_try_again() -> None:
-    receiver = Receiver()
+async def test_to_be_revoked_is_no_reason_to_try_again() -> None:
+    receiver, revoked = Receiver(), NamedCallers(lambda _: True)
     async with (
-        serving(receiver.service(), credentials=Credentials(token="right" * 4)) as member,
-        sending(credentials=Credentials(token="wrong" * 4)) as sender,
+        serving(receiver.service(), credentials=known_as(worker_caller(B)), named=revoked) as member,
+        sending(credentials=known_as(worker_caller(A))) as sender,
     ):
         sender.peers.send(member, hop_envelope(), ())
         _, _, reason = await sender.failed.get()
-    assert "token" in reason
+    assert "worker a was revoked" in reason
     assert receiver.arrived.empty()
 
 
