@@ -16,7 +16,9 @@ import pytest
 from bench.cluster import ROOTS
 from client.api import Client, Job
 from client.local import free_port
+from coordinator.identity.office import ADMIN_FILE, FOLDER
 from skein.types import JobState
+from skein.wire.identity.passport import Passport
 from skein.wire.process.tether import start_tethered
 from skein.wire.views import StepFinished, WentBack, WorkerState
 from tests.e2e.jobs import NUM_STEPS, losses_of, text_job, wait_for_step
@@ -51,7 +53,7 @@ class Coordinator:
 
 
 class Pair:
-    """A leader, a standby and workers that know both."""
+    """A leader, a standby, and workers that have joined by one line, which names both."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self._directory = directory
@@ -61,22 +63,30 @@ class Pair:
         self.standby = self._coordinator("standby", "--standby")
         self.standby.until_said("stands by on")
         self.target = f"127.0.0.1:{self.leader.port},127.0.0.1:{self.standby.port}"
+        with self.client() as client:
+            self._line, _ = client.create_token("worker", life_s=2 * START_S, uses=5)
         for index in range(4):
-            self._start("worker", ["--join", self.target, "--name", f"pair-{index}", *ROOTS], f"w{index}")
+            self.join(f"pair-{index}")
 
     def client(self) -> Client:
-        return Client(self.target, patience_s=START_S)
+        admin = Passport.load(self._directory / "state" / FOLDER / ADMIN_FILE)
+        return Client(self.target, passport=admin, patience_s=START_S)
 
-    def wait_for_workers(self) -> None:
+    def join(self, worker: str) -> None:
+        own = ["--name", worker, "--state-dir", str(self._directory / worker)]
+        self._start("worker", ["--join", self._line, *own, *ROOTS], worker)
+
+    def wait_for_workers(self, count: int) -> None:
         until_s = time.monotonic() + START_S
         with self.client() as client:
-            while sum(worker.state is not WorkerState.LOST for worker in client.workers()) < 4:
+            while sum(worker.state is not WorkerState.LOST for worker in client.workers()) < count:
                 assert time.monotonic() < until_s
                 time.sleep(_POLL_S)
 
     def _coordinator(self, name: str, *options: str) -> Coordinator:
         port = free_port()
         arguments = ["--port", str(port), "--metrics-port", "0", *options]
+        arguments += ["--certificates", "--enrol-port", str(free_port())]
         process = self._start(
             "coordinator", [*arguments, "--state-dir", f"file://{self._directory}/state"], name
         )
@@ -96,7 +106,7 @@ class Pair:
 def pair(directory: Path) -> Iterator[Pair]:
     with ExitStack() as stack:
         both = Pair(directory, stack)
-        both.wait_for_workers()
+        both.wait_for_workers(4)
         yield both
 
 
@@ -129,6 +139,9 @@ def test_a_frozen_leader_is_replaced_and_ends_itself_when_it_wakes(
         frozen.send_signal(signal.SIGSTOP)
         try:
             both.standby.until_said("ready on")
+            # By the line that the other one made out, and that names it first.
+            both.join("late")
+            both.wait_for_workers(5)
             # The same client goes on with whoever leads.
             assert finished(job) == pytest.approx(undisturbed, rel=1e-5)  # another plan sums in another order
         finally:

@@ -23,6 +23,7 @@ from skein.wire.leader import split_addresses
 from skein.wire.v1 import identity_pb2, identity_pb2_grpc
 
 _CALL_S = 20.0
+_LOOK_AT_S = 3.0
 _MAX_ADDRESSES = 8
 _LOOK_S = 30.0
 _MAX_SKEW_S = 240.0
@@ -179,7 +180,7 @@ def _skew_text(address: str, now_s: float) -> str | None:
     """Line on a clock by which the certificate that is shown at `address` does not count; None where it does."""
     host, port = split_address("join", address)
     try:
-        shown = ssl.get_server_certificate((host, port), timeout=_CALL_S)
+        shown = ssl.get_server_certificate((host, port), timeout=_LOOK_AT_S)
     except (TimeoutError, OSError):
         return None
     certificate = x509.load_pem_x509_certificate(shown.encode())
