@@ -88,6 +88,10 @@ class ResourcesSpec(Spec):
         check_labels("labels", self.wanted_labels)
         return self
 
+    def __hash__(self) -> int:
+        # A mapping has none.
+        return hash((self.min_workers, self.max_workers, self.sites, self.wanted_labels))
+
     @property
     def wanted_labels(self) -> frozenset[Label]:
         """Labels that each worker must have."""

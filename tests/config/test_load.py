@@ -16,6 +16,7 @@ from skein.config.load import (
     parse_job,
 )
 from skein.config.optimizer import AdamWSpec
+from skein.config.resources import ResourcesSpec
 from skein.model.families.llama import LlamaModel
 from tests.contract.source import ROOT
 
@@ -317,3 +318,11 @@ def test_schema_explains_every_field_it_can() -> None:
 )
 def test_examples_are_jobs(path: Path) -> None:
     assert parse_job(path.read_text(), origin=path.name).name == path.stem
+
+
+def test_equal_jobs_are_one_key() -> None:
+    two = [
+        ResourcesSpec(labels={"gpu": "h100", "disk": "ssd"}),
+        ResourcesSpec(labels={"disk": "ssd", "gpu": "h100"}),
+    ]
+    assert len({*two, ResourcesSpec()}) == 2
