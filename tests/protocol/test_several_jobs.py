@@ -6,6 +6,7 @@ from skein.config.resources import ResourcesSpec, parse_labels
 from skein.protocol.coordinator.coordinator_io import CancelAsked, Send
 from skein.protocol.coordinator.runs.gathering import GATHER_S
 from skein.protocol.coordinator.scheduling.scheduler import LOOK_S
+from skein.protocol.coordinator.scheduling.sharing import KEEP_S
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import GenerationOpened
 from skein.protocol.messages.directives import Dismiss, NewGeneration, Save
@@ -120,6 +121,23 @@ def test_a_job_of_a_higher_priority_has_the_other_saved_and_wait() -> None:
     assert crews(desk)[SECOND] == ("w0a", "w1a")
     assert desk.machine.view.state_of(FIRST) is JobState.PAUSED
     assert desk.machine.history.jobs[FIRST].newest_checkpoint is not None
+
+
+def test_a_job_that_has_waited_for_long_has_workers_before_those_that_came_later() -> None:
+    desk = Desk()
+    for key, resources in (("a", ResourcesSpec(max_workers=2)), ("b", ResourcesSpec(min_workers=3))):
+        desk.submit(SPEC.model_copy(update={"resources": resources}), key=key)
+    again = Desk(desk.log)
+    again.now = KEEP_S
+    again.join("w0a", "w1a", "x", "y")
+    third = again.submit(SPEC, key="c")
+    assert crews(again) == {FIRST: ("w0a", "w1a")}
+    kept = "it wants 3 of 4 workers at least, and they keep theirs; no other job starts on what comes free"
+    assert again.machine.view.reason_of(SECOND) == f"waiting for {FIRST}: {kept}"
+    behind = "it wants 2 of 4 workers at least, and free ones are kept for who has waited for so long"
+    assert again.machine.view.reason_of(third) == f"waiting behind {SECOND}: {behind}"
+    again.give(CancelAsked(job=FIRST, discards=True))
+    assert len(crews(again)[SECOND]) >= 3
 
 
 def test_a_job_has_workers_with_its_labels_alone() -> None:

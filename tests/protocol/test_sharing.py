@@ -6,7 +6,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skein.protocol.coordinator.scheduling.sharing import JobAsk, WorkerStand, share
+from skein.protocol.coordinator.scheduling.sharing import KEEP_S, JobAsk, WorkerStand, share
 from skein.types import JobId, WorkerId
 
 EIGHT = tuple(WorkerId(f"w{i}") for i in range(8))
@@ -22,6 +22,7 @@ def ask(
     priority: int = 0,
     namespace: str = "default",
     used_s: float = 0.0,
+    waited_s: float = 0.0,
     is_active: bool = False,
     may_use: Iterable[WorkerId] = EIGHT,
     needs: int = 0,
@@ -32,6 +33,7 @@ def ask(
         namespace=namespace,
         priority=priority,
         used_s=used_s,
+        waited_s=waited_s,
         is_active=is_active,
         num_least=least,
         num_useful=useful,
@@ -142,6 +144,56 @@ def test_of_workers_that_are_taken_those_that_were_called_already_go() -> None:
     assert shares.of(b) == set(EIGHT[6:])
 
 
+def rounds_until_start(*, wait_s: float, namespace: str = "default") -> int | None:
+    """Rounds for which a large job waits, where each ends one of four small ones and brings another; None: over 50.
+
+    It has waited for `wait_s` before.
+    """
+    owners = {f"w{i}": f"s{i // 2}" for i in range(8)}
+    for end in range(50):
+        owners = {worker: job for worker, job in owners.items() if job != f"s{end}"}
+        active = [ask(job, int(job[1:]), useful=2, is_active=True) for job in sorted(set(owners.values()))]
+        small = [ask(f"s{end + 4}", end + 100, useful=2, namespace=namespace)]
+        large = ask("large", 50, least=6, useful=8, waited_s=wait_s, used_s=9.0)
+        shares = share([*active, *small, large], stands(owners))
+        if shares.of(large.job):
+            return end
+        owners = {worker: job for worker, job in shares.by_worker.items() if job is not None}
+    return None
+
+
+def test_a_large_job_starts_once_it_has_waited_for_long_however_many_small_ones_keep_coming() -> None:
+    assert rounds_until_start(wait_s=KEEP_S / 2) is None
+    assert rounds_until_start(wait_s=KEEP_S) == 2
+    # Nor do namespaces that have used less come before it for ever.
+    assert rounds_until_start(wait_s=KEEP_S, namespace="new") == 2
+
+
+def test_what_is_kept_for_a_job_is_used_by_those_that_work_and_nobody_is_shrunk_below_its_gang() -> None:
+    a, large = ask("a", useful=4, is_active=True), ask("large", 1, least=7, waited_s=KEEP_S)
+    shares = share([a, large, ask("b", 2)], stands(held("a", 0, 1)))
+    assert shares.without == {"large", "b"}
+    assert len(shares.of(JobId("a"))) >= 4
+    assert shares.kept_for == dict.fromkeys(EIGHT[2:], "large")
+
+
+def test_nothing_is_kept_for_a_job_that_waits_for_more_than_the_end_of_its_equals() -> None:
+    above = ask("above", least=4, useful=4, priority=1, is_active=True)
+    for large in (ask("large", 1, needs=9, waited_s=KEEP_S), ask("large", 1, least=6, waited_s=KEEP_S)):
+        shares = share([above, large, ask("b", 2)], stands(held("above", 0, 1, 2, 3)))
+        assert shares.without == {"large"}
+        assert shares.kept_for == {}
+
+
+def test_the_job_that_has_waited_longest_has_the_next_workers_and_a_higher_priority_comes_before() -> None:
+    working = ask("a", least=4, useful=4, is_active=True)
+    first, second = ask("first", 2, least=6, waited_s=2 * KEEP_S), ask("second", 1, waited_s=KEEP_S)
+    shares = share([working, second, first], stands(held("a", 0, 1, 2, 3)))
+    assert shares.without == {"first", "second"}
+    above = ask("above", 3, useful=2, priority=1)
+    assert share([working, second, first, above], stands(held("a", 0, 1, 2, 3))).of(above.job)
+
+
 def test_sites_and_most_workers_are_kept_to() -> None:
     asks = [ask("a", may_use=EIGHT[:3]), ask("b", 1, most=2)]
     shares = share(asks, stands({}))
@@ -152,13 +204,14 @@ def test_sites_and_most_workers_are_kept_to() -> None:
 
 ASKS = st.lists(
     st.builds(
-        lambda least, extra, most, priority, space, needs: (
+        lambda least, extra, most, priority, space, needs, waited_s: (
             least,
             least + extra,
             most,
             priority,
             space,
             needs,
+            waited_s,
         ),
         st.integers(1, 4),
         st.integers(0, 4),
@@ -166,6 +219,7 @@ ASKS = st.lists(
         st.integers(0, 1),
         st.sampled_from("xy"),
         st.integers(0, 5),
+        st.sampled_from((0.0, KEEP_S, 2 * KEEP_S)),
     ),
     min_size=1,
     max_size=4,
@@ -174,7 +228,7 @@ ASKS = st.lists(
 
 @given(ASKS, st.lists(st.integers(0, 4), min_size=8, max_size=8))
 def test_what_was_shared_out_is_shared_out_so_again(
-    drawn: list[tuple[int, int, int, int, str, int]], owners: list[int]
+    drawn: list[tuple[int, int, int, int, str, int, float]], owners: list[int]
 ) -> None:
     """Nobody has less than its gang or more than its most, and once everybody is there nobody is moved any more."""
     by_worker = {f"w{i}": f"j{owner}" for i, owner in enumerate(owners) if owner < len(drawn)}
@@ -190,9 +244,10 @@ def test_what_was_shared_out_is_shared_out_so_again(
                 priority=p,
                 namespace=s,
                 needs=n,
+                waited_s=t,
                 is_active=f"j{i}" in active,
             )
-            for i, (a, b, c, p, s, n) in enumerate(drawn)
+            for i, (a, b, c, p, s, n, t) in enumerate(drawn)
         ]
         shares = share(asks, stands(by_worker))
         for one in asks:

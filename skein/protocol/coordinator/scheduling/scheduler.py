@@ -9,7 +9,7 @@ Rules of this file
 - One job that takes whatever there is has everybody, as if there were no scheduler.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import inf
 
 from skein.config.job import JobSpec
@@ -54,6 +54,8 @@ class Scheduler:
         self._looks_at = 0.0
         self._small_since: dict[JobId, float] = {}
         self._settles_at = 0.0
+        self._without_since: dict[JobId, float] = {}
+        """Times since which runs are without their gang."""
 
     def run_of(self, worker: WorkerId) -> Run | None:
         """The run that a worker is with."""
@@ -126,7 +128,11 @@ class Scheduler:
         while self._is_changed or now >= self._looks_at:
             self._is_changed, self._looks_at = False, now + LOOK_S
             self._note_small(now=now)
-            self._put(share(self._asks(now=now), self._stands()), now=now)
+            shares = share(self._asks(now=now), self._stands())
+            self._without_since = {
+                x: self._without_since.get(x, now) for x in shares.without & self.runs.keys()
+            }
+            self._put(shares, now=now)
             self._forget_ended()
         self._release(now=now)
 
@@ -209,6 +215,11 @@ class Scheduler:
         is_small = small_since is not None and now >= small_since + SMALL_S
         return min(least, self._num_used(job.job)) if is_small else least
 
+    def _waited_s(self, job: JobHistory, *, now: float) -> float:
+        """Seconds that a job has waited for its gang; of one that never had any, also across coordinators."""
+        since = self._without_since.get(job.job, now) if job.job in self.runs else job.last_wall_s
+        return max(0.0, now - since)
+
     def _asks(self, *, now: float) -> list[JobAsk]:
         return [self._ask(job, now=now) for job in self._pending()]
 
@@ -222,6 +233,7 @@ class Scheduler:
             namespace=job.namespace,
             priority=spec.priority,
             used_s=self._out.history.used_s(job.namespace, now=now),
+            waited_s=self._waited_s(job, now=now),
             is_active=run is not None,
             num_least=least,
             num_useful=max(num_least(spec, len(may_use)), num_wanted(spec.parallel)),
@@ -300,12 +312,17 @@ class Scheduler:
             return f"waiting for workers: it wants {least} at least{where}, and {len(may_use)} are here"
         if (lacking := self._fitting.lacks(job, may_use)) is not None:
             return f"waiting for other workers{where}: {lacking}"
-        others = self._whom(job)
-        return f"waiting for {others}: it wants {least} of {len(may_use)} workers{where} at least, and they keep theirs"
+        wants = f"it wants {least} of {len(may_use)} workers{where} at least"
+        kept_for = sorted({shares.kept_for[worker] for worker in may_use & shares.kept_for.keys()})
+        if kept_for and job.job not in kept_for:
+            longer = self._whom(job, kept_for)
+            return f"waiting behind {longer}: {wants}, and free ones are kept for who has waited for so long"
+        others = self._whom(job, [other for other in self.runs if self._crews.of(other)])
+        kept = "; no other job starts on what comes free" if kept_for else ""
+        return f"waiting for {others}: {wants}, and they keep theirs{kept}"
 
-    def _whom(self, job: JobHistory) -> str:
-        """Jobs that have workers, as far as they are the same namespace's."""
-        others = [other for other in self.runs if self._crews.of(other)]
+    def _whom(self, job: JobHistory, others: Collection[JobId]) -> str:
+        """Other jobs in words, by their names as far as they are the same namespace's."""
         own = [other for other in others if self._out.history.jobs[other].namespace == job.namespace]
         return ", ".join([*own, *(["other namespaces"] if len(own) < len(others) else [])])
 

@@ -7,6 +7,9 @@ Rules of this file
 - Among equals everybody first has a gang, those that work before those that wait; of those that wait, jobs of
   namespaces that have worked less come first, then older ones. What is left is shared evenly, between namespaces and
   then between their jobs, up to what plans use. Who waits behind a job that does not fit may start before it.
+- Not for ever: once a job has waited for `KEEP_S` no job that comes after it starts on workers that it may use, as far
+  as those will be enough when equals end. Jobs that work keep their gangs, and use what is kept meanwhile; so it waits
+  until enough of them have ended, and for none that comes later.
 - Workers that no plan uses stay where they are, or stand by for whoever has the fewest.
 - Of equal choices the one that moves fewer workers is taken; the same question has the same answer.
 """
@@ -18,6 +21,9 @@ from math import inf
 
 from skein.types import DEFAULT_NAMESPACE, JobId, WorkerId
 
+KEEP_S = 600.0
+"""Seconds that a job waits, after which workers are kept for it; small jobs beside a large one start until then."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobAsk:
@@ -25,7 +31,7 @@ class JobAsk:
 
     `num_least` is its gang, `num_useful` what plans of it use, `num_most` what it may have. `may_use` are the workers
     that it may be given at all; `fits` says whether a plan of it exists on some. `used_s` are the worker seconds of its
-    namespace, `number` counts jobs as they were submitted.
+    namespace, `waited_s` the seconds that it has been without a gang, `number` counts jobs as they were submitted.
     """
 
     job: JobId
@@ -33,6 +39,7 @@ class JobAsk:
     namespace: str = DEFAULT_NAMESPACE
     priority: int = 0
     used_s: float = 0.0
+    waited_s: float = 0.0
     is_active: bool
     num_least: int
     num_useful: int
@@ -57,10 +64,14 @@ class WorkerStand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Answer of the rule: the job that each worker should be with, None for nobody, and the jobs without a gang."""
+    """Answer of the rule: the job that each worker should be with, None for nobody, and the jobs without a gang.
+
+    `kept_for` are workers on which no job starts but the one named, which has waited for long.
+    """
 
     by_worker: Mapping[WorkerId, JobId | None]
     without: frozenset[JobId]
+    kept_for: Mapping[WorkerId, JobId]
 
     def of(self, job: JobId) -> frozenset[WorkerId]:
         """Workers that a job should have."""
@@ -80,6 +91,7 @@ class _Sharing:
         self._given: dict[WorkerId, JobAsk] = {}
         self._counts: Counter[JobId] = Counter()
         self._has_gang: set[JobId] = set()
+        self._kept_for: dict[WorkerId, JobId] = {}
 
     def result(self) -> Shares:
         for priority in sorted({ask.priority for ask in self._asks}, reverse=True):
@@ -95,14 +107,19 @@ class _Sharing:
         return Shares(
             by_worker={w: None if ask is None else ask.job for w, ask in by_worker.items()},
             without=frozenset(ask.job for ask in self._asks if ask.job not in self._has_gang),
+            kept_for=self._kept_for,
         )
 
     def _in_order(self, asks: Iterable[JobAsk]) -> list[JobAsk]:
-        """Order in which jobs get their gangs: those that have one already, those that lost part of it, new ones."""
+        """Order in which jobs get their gangs: those that have one already, those that lost part of it, new ones.
+
+        Of the latter two those that have waited for long come first, whoever has used more.
+        """
 
         def place(ask: JobAsk) -> tuple[object, ...]:
             has_one = ask.is_active and self._gang(ask, self._own(ask)) is not None
-            return -ask.priority, not has_one, not ask.is_active, ask.used_s, ask.number
+            turn = (0.0, -ask.waited_s) if ask.waited_s >= KEEP_S else (1.0, ask.used_s)
+            return -ask.priority, not has_one, not ask.is_active, turn, ask.number
 
         return sorted(asks, key=place)
 
@@ -140,11 +157,19 @@ class _Sharing:
     def _give_gang(self, ask: JobAsk) -> None:
         if ask.job in self._has_gang:
             return
-        gang = self._gang(ask, self._free(ask))
+        free = self._free(ask)
+        gang = self._gang(ask, [w for w in free if ask.is_active or w not in self._kept_for])
         if gang is not None:
             self._has_gang.add(ask.job)
             for worker in gang:
                 self._give(ask, worker)
+        elif ask.waited_s >= KEEP_S and self._gang(ask, [*free, *self._with_equals(ask)]) is not None:
+            for worker in free:
+                self._kept_for.setdefault(worker, ask.job)
+
+    def _with_equals(self, ask: JobAsk) -> list[WorkerId]:
+        """Workers that a job could have if its equals had ended."""
+        return sorted(w for w in ask.may_use & self._given.keys() if self._given[w].priority == ask.priority)
 
     def _give(self, ask: JobAsk, worker: WorkerId) -> None:
         self._given[worker] = ask
