@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skein.protocol.coordinator.relaying import Relaying, Told
+from skein.protocol.coordinator.runs.placing.planning import fleet_of
+from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.directives import Probe
 from skein.protocol.messages.reports import LinksMeasured
@@ -16,6 +18,7 @@ from skein.protocol.messages.ways import COORDINATOR_RELAY, Unreached, Ways
 from skein.topology.fleet import Link
 from skein.types import WorkerId
 from tests.support.desk import Desk
+from tests.support.jobs import small_job
 from tests.support.reports import hello
 
 A, B, R, S = (WorkerId(name) for name in "abrs")
@@ -214,6 +217,14 @@ def test_every_pair_has_a_way_that_carries_and_settles_on_it(data: st.DataObject
             assert ground.dials(sender, receiver)
         else:
             assert ground.carries(relay, sender, receiver), relay
+
+
+def test_plans_are_made_with_a_share_of_what_a_relay_carries() -> None:
+    ground = Ground(shut=behind_nat(A, B, R, S))
+    ground.join(A, B, R, S)
+    links = {(link.sender, link.receiver): link for link in ground.relaying.links}
+    fleet = fleet_of(ground.live.values(), links, Measured(small_job()))
+    assert [link.bytes_per_s for link in fleet.links] == pytest.approx([SLOW / 2] * 12, rel=0.01)
 
 
 def test_a_coordinator_plans_with_the_links_of_the_relay_and_tells_of_it() -> None:

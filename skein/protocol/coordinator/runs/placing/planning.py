@@ -14,6 +14,7 @@ from skein.protocol.log.history import JobHistory
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.reports import Ack, ChunksReady
 from skein.topology.fleet import Fleet, Link, rounded
+from skein.topology.relays import shared_links
 from skein.types import ChunkRef, Step, WorkerId
 
 
@@ -23,8 +24,8 @@ def fleet_of(
     """Fleet of these workers and the links between them, as measured by themselves and while the job ran."""
     workers = tuple(entry.fleet_worker for entry in entries)
     known = {worker.worker for worker in workers}
-    between = tuple(links[pair] for pair in sorted(links) if known.issuperset(pair))
-    return rounded(measured.on(Fleet(workers=workers, links=between), links))
+    between = [links[pair] for pair in sorted(links) if known.issuperset(pair)]
+    return rounded(measured.on(Fleet(workers=workers, links=shared_links(between, links.values())), links))
 
 
 def num_wanted(parallel: ParallelSpec) -> int:
