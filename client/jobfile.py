@@ -122,13 +122,13 @@ def _located_source(source: SourceSpec, base: Path, field: str) -> SourceSpec:
     return source
 
 
-def _located_path(path: str, base: Path, field: str) -> str:
+def _located_path(path: str, base: Path, where: str) -> str:
     """An absolute path; what workers offer by name stays as it is."""
-    if parse_offered(path, field=field) is not None:
+    if parse_offered(path, field=where) is not None:
         return path
     if "://" in path or cure_of_path(path) is not None:
         hint = "workers read files: give a path, or data://NAME, and mount there or copy to it what lies elsewhere"
-        raise UserError(field, path, hint)
+        raise UserError(where, path, hint)
     return str(_absolute(path, base))
 
 

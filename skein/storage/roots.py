@@ -186,10 +186,9 @@ class Roots:
     def outside(self, path: str, *, field: str) -> UnfitError:
         """The error about a path that leads out of all roots."""
         if not self.folders:
-            hint = f"is a bare path, and this worker lets jobs name {self._offered()} alone"
-            return UnfitError(
-                field, path, f"{hint}: name one of those, or start it with {self.option} FOLDER"
-            )
+            cure = f"name one of those, or start it with {self.option} FOLDER"
+            hint = f"is a bare path, and this worker lets jobs name {self._offered()} alone: {cure}"
+            return UnfitError(field, path, hint)
         place = f"the {self.option[2:].replace('-', ' ')} {self}"
         hint = f"leads out of {place}: put it there, or start the process with {self.option} FOLDER"
         return UnfitError(field, path, hint)
