@@ -67,6 +67,13 @@ from skein.wire.process.state_dir import default_state_dir
 @click.option("--metrics-port", default=DEFAULT_METRICS_PORT, help="Port of /metrics and /sd; 0 for none.")
 @data_root_option(shown="left to the workers", meaning="Refuse jobs that name data elsewhere.")
 @checkpoint_root_option
+@click.option(
+    "--quotas",
+    "quotas_file",
+    type=click.Path(path_type=Path),
+    show_default="no bounds",
+    help="YAML file that says what jobs of each namespace may take together.",
+)
 @click.option("--lease", "lease_s", default=LEASE_S, help="Seconds of silence after which a worker is lost.")
 @log_format_option
 def main(
@@ -88,6 +95,7 @@ def main(
     lease_s: float,
     data_roots: tuple[Path, ...],
     checkpoint_roots: tuple[str, ...],
+    quotas_file: Path | None,
     log_format: LogFormat,
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C. It hosts itself on Ray and owns its state directory."""
@@ -113,6 +121,7 @@ def main(
         num_cpus=num_cpus,
         data_roots=data_roots,
         checkpoint_roots=checkpoint_roots,
+        quotas_file=quotas_file,
         log_format=log_format,
     )
     code = run_coordinator(options)

@@ -195,19 +195,21 @@ class CheckpointStore:
         with _explained(checkpoint.url):
             _verify(self._folder(checkpoint.job, checkpoint.url), checkpoint)
 
-    def prune(self, job: JobId, url: str | None, keep: Sequence[Step]) -> None:
-        """Delete what is older than the newest of `keep` and not in it. What is newer may be in the making.
+    def prune(self, job: JobId, url: str | None, keep: Sequence[Step], drop: Sequence[Step] = ()) -> None:
+        """Delete `drop`, and what is older than the newest of `keep` and not in it. What is newer may be in the making.
 
         Raises:
             UserError: the place cannot be written.
         """
-        if not keep:
+        if not keep and not drop:
             return
+        newest = max(keep, default=Step(0))
         with _explained(url):
             files = self._folder(job, url)
             for name in files.list(""):
                 match = _VERSION.fullmatch(name)
-                if match is not None and int(match[1]) < max(keep) and int(match[1]) not in keep:
+                version = None if match is None else int(match[1])
+                if version is not None and (version in drop or (version < newest and version not in keep)):
                     _delete_checkpoint(files, name)
 
     # --- for uploads and downloads: the coordinator's own store ---

@@ -47,7 +47,8 @@ class Filing:
     async def prune(self, command: PruneCheckpoints) -> None:
         """Delete what is not kept; what cannot be deleted stays, and is told."""
         try:
-            await self._ask(command.url, partial(self._files.prune, command.job, command.url, command.keep))
+            prune = partial(self._files.prune, command.job, command.url, command.keep, command.drop)
+            await self._ask(command.url, prune)
         except (SkeinError, OSError) as cause:
             _log.warning("job=%s old checkpoints stay: %s", command.job, cause)
 

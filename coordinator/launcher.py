@@ -30,6 +30,7 @@ from coordinator.launch.guard import GIVE_UP_S
 from coordinator.records.store import LOCK_FILE
 from coordinator.serving import LOCK_WAIT_S, ServingOptions
 from coordinator.telling.logs import LOG_FILE, LogFollower
+from skein.config.quota import QuotasSpec, parse_quotas
 from skein.errors import SkeinError, UserError
 from skein.own import install_hint
 from skein.storage.outside import is_full
@@ -75,6 +76,8 @@ class CoordinatorOptions(ServingOptions):
     log_format: LogFormat = "text"
     data_roots: tuple[Path, ...] = ()
     """Folders: jobs whose data lie elsewhere are refused. None: that is left to the workers."""
+    quotas_file: Path | None = None
+    """YAML that says what namespaces may take; None: whatever there is."""
     checkpoint_roots: tuple[str, ...] = ()
     """Folders, or URLs of buckets, outside of which no `checkpoint.url` leads. None: one of our own."""
 
@@ -125,6 +128,7 @@ def _check(options: CoordinatorOptions) -> None:
         raise UserError("ray", "not installed", f"install it with: {install_hint('coordinator')}")
     _ = advertised(options)
     _ = places_of(options)
+    _ = quotas_of(options)
 
 
 def needs_certificates(options: CoordinatorOptions) -> bool:
@@ -137,6 +141,23 @@ def places_of(options: CoordinatorOptions) -> Places:
     places = Places.of(options.data_roots, options.checkpoint_roots)
     # The coordinator reads no data itself, so where nobody says otherwise the roots of the workers are what counts.
     return places if options.data_roots else replace(places, data=EVERYTHING)
+
+
+def quotas_of(options: CoordinatorOptions) -> QuotasSpec:
+    """Quotas of namespaces, as the operator's file has them.
+
+    Raises:
+        UserError: it cannot be read, or something is wrong with what it says.
+    """
+    path = options.quotas_file
+    if path is None:
+        return options.quotas
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        hint = f"cannot be read ({error}): give a YAML file with default and namespaces"
+        raise UserError("quotas", str(path), hint) from error
+    return parse_quotas(text, origin=str(path))
 
 
 class _Signals:
@@ -344,6 +365,7 @@ def _host(
         advertise=advertised(options),
         name=f"{socket.gethostname()}-{secrets.token_hex(4)}",
         places=places_of(options),
+        quotas=quotas_of(options),
         has_certificates=needs_certificates(options),
     )
     host = HostActor.bring_up(

@@ -33,6 +33,7 @@ from coordinator.telling.joblines import FOLDER, JobLines
 from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import Roster
 from coordinator.telling.tracing import traced
+from skein.config.quota import UNBOUNDED, QuotasSpec
 from skein.errors import LocalError, SkeinError
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.log.records import EpochOpened, Record
@@ -71,7 +72,7 @@ class ServingOptions:
     for longer than that by their machines. `name`: shared by the coordinators that one launcher starts, one after the
     other, and by no more. `takeover_s`: silence after which a standby leads; raise it if disks stall for longer.
     `accepts_lost_log`: go on with a log that has lost its end.
-    `places`: what jobs may name.
+    `places`: what jobs may name. `quotas`: what namespaces may take.
     """
 
     state_dir: Path
@@ -87,6 +88,7 @@ class ServingOptions:
     takeover_s: float = 3.0
     accepts_lost_log: bool = False
     places: Places = ANYWHERE
+    quotas: QuotasSpec = UNBOUNDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +103,11 @@ class Serves:
 class ReplayedLog:
     """State that the run log gives, as far as it has been replayed, and the driver that goes on from there."""
 
-    def __init__(self, lease_s: float, state_dir: Path) -> None:
-        self.machine = Coordinator(lease_s=lease_s, key=os.urandom(32))
+    def __init__(self, options: ServingOptions) -> None:
+        self.machine = Coordinator(lease_s=options.lease_s, key=os.urandom(32), quotas=options.quotas)
         self.metrics = CoordinatorMetrics()
         # A watcher that wants what is no longer kept reads it by way of the driver.
-        self.lines = JobLines(state_dir / FOLDER)
+        self.lines = JobLines(options.state_dir / FOLDER)
         self.journal = Journal(lambda: self.driver.read_records(), lines=self.lines)
         self.openings: list[EpochOpened] = []
         self.num_records = 0
@@ -236,7 +238,7 @@ class Serving:
             UserError: the directory or an address cannot be had; the line says why.
             LocalError: the run log does not fit this release, or it was opened too often.
         """
-        clock, memory = wall_clock(), ReplayedLog(options.lease_s, options.state_dir)
+        clock, memory = wall_clock(), ReplayedLog(options)
         log = await _open_log(options, clock)
         with ExitStack() as undo:
             undo.callback(log.close)

@@ -32,7 +32,7 @@ class Standby:
         Raises:
             UserError: an address cannot be had; the line says why.
         """
-        memory = ReplayedLog(options.lease_s, options.state_dir)
+        memory = ReplayedLog(options)
         return cls(options, memory, await Doors.open(options, memory.metrics))
 
     @property

@@ -8,6 +8,7 @@ import grpc
 from grpc import aio
 
 from skein.errors import SkeinError, UserError
+from skein.protocol.coordinator.quotas import OverQuotaError
 from skein.storage.outside import NoRoomError
 from skein.wire.context import Context
 from skein.wire.failures import refuse, status_of
@@ -28,6 +29,7 @@ MAX_CALLS = 8192
 _CODES: tuple[tuple[type[SkeinError], grpc.StatusCode], ...] = (
     (NotFoundError, grpc.StatusCode.NOT_FOUND),
     (BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (OverQuotaError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NoRoomError, grpc.StatusCode.RESOURCE_EXHAUSTED),
 )
 """Rows that the services add to the table of `skein.wire.failures`."""

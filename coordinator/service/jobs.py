@@ -71,11 +71,18 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
                 raise BusyError(
                     "job", spec.name, f"{MAX_PENDING} jobs wait already; cancel some, or come back"
                 )
+            quotas = self._machine.view.quotas
+            quotas.check_size(namespace, len(request.spec.encode()))
+            quotas.check_submit(namespace, spec)
             begins = self._beginning(request, context, spec)
         else:
             begins = None  # The job of that key has begun with something.
         asked = SubmitAsked(key=request.key, spec=spec, begins=begins, namespace=namespace)
         records = await self._driver.ask(asked)
+        if (namespace, request.key) not in history.job_by_key:
+            # Others that came at once had the last place in the quota.
+            self._machine.view.quotas.check_submit(namespace, spec)
+            raise BusyError("job", spec.name, "the quota of its namespace was full a moment ago: try again")
         job = history.job_by_key[namespace, request.key]
         if (history.jobs[job].asked or history.jobs[job].spec) != spec:
             raise UserError("key", request.key, f"{job} has it, with another specification; give another key")
@@ -122,7 +129,8 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
     async def Resume(self, request: jobs_pb2.ResumeRequest, context: Context) -> jobs_pb2.JobStatus:
         job = self._known(request.job, context)
         steps = request.steps if request.HasField("steps") else None
-        check_resumable(self._machine.view.history.jobs[job], steps)
+        view = self._machine.view
+        check_resumable(view.history.jobs[job], steps, view.quotas)
         _ = await self._driver.ask(ResumeAsked(job=job, steps=steps))
         return codec.JOB_STATUS.encode(self._status(job))
 

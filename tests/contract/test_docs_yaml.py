@@ -1,4 +1,4 @@
-"""Every YAML block of README and docs is what its page says: a job, a part of README's job, or a fleet file."""
+"""Every YAML block of README and docs is what its page says: a job, a part of README's job, a fleet file, or quotas."""
 
 import re
 from pathlib import Path
@@ -10,6 +10,7 @@ from client.jobfile import prepare_job, read_job_text
 from client.planning.files.fleetfile import parse_fleet_file
 from skein.config.job import JobSpec
 from skein.config.load import job_from_document
+from skein.config.quota import parse_quotas
 from tests.contract.source import ROOT
 
 PAGES = sorted(path for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
@@ -25,7 +26,9 @@ README_JOB, *README_PARTS = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md"
 @pytest.mark.parametrize("text", BLOCKS)
 def test_a_block_is_taken_as_it_stands(text: str, tmp_path: Path) -> None:
     document = yaml.safe_load(text)
-    if "fleet" in document:
+    if "namespaces" in document:
+        parse_quotas(text)
+    elif "fleet" in document:
         parse_fleet_file(text, origin="block")
     elif "name" in document:
         read_job_text(text, origin="block", base=tmp_path)

@@ -147,7 +147,7 @@ class Files(CheckpointStore):
         if self.error is not None:
             raise self.error
 
-    def prune(self, job: JobId, url: str | None, keep: Sequence[Step]) -> None:
+    def prune(self, job: JobId, url: str | None, keep: Sequence[Step], drop: Sequence[Step] = ()) -> None:
         self.pruned.append((job, tuple(keep)))
 
 

@@ -11,6 +11,7 @@ from grpc import StatusCode, aio
 from coordinator.identity.office import ADMIN_FILE, FOLDER
 from coordinator.records.store import RunLog
 from coordinator.serving import Serving, ServingOptions
+from skein.config.quota import UNBOUNDED, QuotasSpec
 from skein.protocol.log.records import Record
 from skein.protocol.messages.directives import Directive
 from skein.wire import codec
@@ -23,10 +24,17 @@ from tests.coordinator.builders import WAIT_S, job_spec, plan_at_once
 
 @asynccontextmanager
 async def coordinator(
-    state_dir: Path, *, has_certificates: bool = False, metrics_port: int | None = None
+    state_dir: Path,
+    *,
+    has_certificates: bool = False,
+    metrics_port: int | None = None,
+    quotas: QuotasSpec = UNBOUNDED,
 ) -> AsyncIterator[Serving]:
     options = ServingOptions(
-        state_dir=state_dir, has_certificates=has_certificates, metrics_port=metrics_port
+        state_dir=state_dir,
+        has_certificates=has_certificates,
+        metrics_port=metrics_port,
+        quotas=quotas,
     )
     running = await Serving.start(options, plan_at_once)
     try:

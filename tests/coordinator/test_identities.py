@@ -19,6 +19,7 @@ from coordinator.identity.office import ADMIN_FILE, FOLDER, IdentityOffice
 from coordinator.identity.register import STANDS_S
 from coordinator.serving import Serving, ServingOptions
 from coordinator.telling.metrics import CoordinatorMetrics
+from skein.config.quota import UNBOUNDED, QuotasSpec
 from skein.errors import RemoteError, UserError
 from skein.protocol.messages.directives import Welcome
 from skein.wire.channel import Lane, open_channel, open_enrolment_channel
@@ -70,8 +71,8 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(state_dir: Path) -> AsyncIterator[Cluster]:
-    options = ServingOptions(state_dir=state_dir, has_certificates=True, metrics_port=0)
+async def cluster(state_dir: Path, *, quotas: QuotasSpec = UNBOUNDED) -> AsyncIterator[Cluster]:
+    options = ServingOptions(state_dir=state_dir, has_certificates=True, metrics_port=0, quotas=quotas)
     running = await Serving.start(options, plan_at_once)
     try:
         async with asyncio.timeout(4 * WAIT_S):

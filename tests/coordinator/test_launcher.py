@@ -51,9 +51,20 @@ def no_address(tmp_path: Path) -> CoordinatorOptions:
     return CoordinatorOptions(state_dir=tmp_path, advertise="lab.example:port")
 
 
+def no_quotas(tmp_path: Path) -> CoordinatorOptions:
+    return CoordinatorOptions(state_dir=tmp_path, quotas_file=tmp_path / "none.yaml")
+
+
+def wrong_quotas(tmp_path: Path) -> CoordinatorOptions:
+    (tmp_path / "quotas.yaml").write_text("default: {workers: none}")
+    return CoordinatorOptions(state_dir=tmp_path, quotas_file=tmp_path / "quotas.yaml")
+
+
 @pytest.mark.parametrize(
     ("wrong", "code", "field", "cure"),
     [
+        (no_quotas, USAGE, "quotas", "give a YAML file"),
+        (wrong_quotas, USAGE, "default.workers", "give a whole number"),
         (no_directory, FAILED, "state_dir", "give a directory that you can write"),
         (no_port, USAGE, "port", "between 1 and 65535"),
         (short_lease, USAGE, "lease_s", "at least 0.5 s"),

@@ -6,7 +6,13 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skein.protocol.coordinator.scheduling.sharing import KEEP_S, JobAsk, WorkerStand, share
+from skein.protocol.coordinator.scheduling.sharing import (
+    KEEP_S,
+    JobAsk,
+    NamespaceLimits,
+    WorkerStand,
+    share,
+)
 from skein.types import JobId, WorkerId
 
 EIGHT = tuple(WorkerId(f"w{i}") for i in range(8))
@@ -26,11 +32,13 @@ def ask(
     is_active: bool = False,
     may_use: Iterable[WorkerId] = EIGHT,
     needs: int = 0,
+    limits: NamespaceLimits | None = None,
 ) -> JobAsk:
     return JobAsk(
         job=JobId(job),
         number=number,
         namespace=namespace,
+        limits=limits or NamespaceLimits(),
         priority=priority,
         used_s=used_s,
         waited_s=waited_s,
@@ -202,6 +210,52 @@ def test_sites_and_most_workers_are_kept_to() -> None:
     assert sum(owner is None for owner in shares.by_worker.values()) == 3
 
 
+def test_jobs_of_a_namespace_have_no_more_workers_than_its_limit() -> None:
+    five = NamespaceLimits(num_workers=5)
+    asks = [
+        ask("a", useful=8, limits=five),
+        ask("b", 1, useful=8, limits=five),
+        ask("c", 2, namespace="mill"),
+    ]
+    shares = share(asks, stands({}))
+    assert {job: len(shares.of(JobId(job))) for job in "abc"} == {"a": 2, "b": 2, "c": 4}
+    assert counts(asks[:2], stands({})) == {"a": 3, "b": 2}
+
+
+def test_a_job_above_its_namespaces_limits_waits_and_others_do_not() -> None:
+    for limits in (NamespaceLimits(num_jobs=1), NamespaceLimits(num_workers=3)):
+        asks = [
+            ask("a", limits=limits, is_active=True),
+            ask("b", 1, limits=limits),
+            ask("c", 2, namespace="mill"),
+        ]
+        shares = share(asks, stands(held("a", 0, 1)))
+        assert shares.limited == shares.without == {"b"}
+        assert len(shares.of(JobId("c"))) >= 2
+
+
+def test_a_job_that_fits_on_no_workers_is_not_said_to_be_limited() -> None:
+    four = NamespaceLimits(num_workers=4)
+    assert share([ask("a", limits=four, needs=9)], stands({})).limited == frozenset()
+    assert share([ask("a", limits=four, needs=5)], stands({})).limited == {"a"}
+
+
+def test_whoever_has_more_than_a_limit_that_came_down_is_called_away() -> None:
+    limits = NamespaceLimits(num_workers=2, num_jobs=1)
+    asks = [ask("a", limits=limits, is_active=True), ask("b", 1, limits=limits, is_active=True)]
+    shares = share(asks, stands(held("a", 0, 1, 2) | held("b", 3, 4, 5)))
+    assert (len(shares.of(JobId("a"))), len(shares.of(JobId("b")))) == (2, 0)
+    assert shares.limited == {"b"}
+
+
+def test_a_higher_priority_takes_the_place_of_another_in_their_namespaces_limit() -> None:
+    one = NamespaceLimits(num_jobs=1)
+    asks = [ask("low", limits=one, is_active=True), ask("high", 1, limits=one, priority=1)]
+    shares = share(asks, stands(held("low", 0, 1)))
+    assert shares.limited == {"low"}
+    assert not shares.of(JobId("low"))
+
+
 ASKS = st.lists(
     st.builds(
         lambda least, extra, most, priority, space, needs, waited_s: (
@@ -226,9 +280,16 @@ ASKS = st.lists(
 )
 
 
-@given(ASKS, st.lists(st.integers(0, 4), min_size=8, max_size=8))
+LIMITS = st.builds(
+    lambda workers, jobs: NamespaceLimits(num_workers=workers, num_jobs=jobs),
+    st.sampled_from([2, 4, 7, inf]),
+    st.sampled_from([1, 2, inf]),
+)
+
+
+@given(ASKS, st.lists(st.integers(0, 4), min_size=8, max_size=8), LIMITS)
 def test_what_was_shared_out_is_shared_out_so_again(
-    drawn: list[tuple[int, int, int, int, str, int, float]], owners: list[int]
+    drawn: list[tuple[int, int, int, int, str, int, float]], owners: list[int], limits: NamespaceLimits
 ) -> None:
     """Nobody has less than its gang or more than its most, and once everybody is there nobody is moved any more."""
     by_worker = {f"w{i}": f"j{owner}" for i, owner in enumerate(owners) if owner < len(drawn)}
@@ -245,6 +306,7 @@ def test_what_was_shared_out_is_shared_out_so_again(
                 namespace=s,
                 needs=n,
                 waited_s=t,
+                limits=limits,
                 is_active=f"j{i}" in active,
             )
             for i, (a, b, c, p, s, n, t) in enumerate(drawn)
@@ -254,5 +316,12 @@ def test_what_was_shared_out_is_shared_out_so_again(
             given_ = shares.of(one.job)
             assert len(given_) <= one.num_most
             assert one.job in shares.without or (len(given_) >= one.num_least and one.fits(given_))
+        for space in "xy":
+            crews = [len(shares.of(one.job)) for one in asks if one.namespace == space]
+            assert sum(crews) <= limits.num_workers
+            assert (
+                sum(one.job not in shares.without for one in asks if one.namespace == space)
+                <= limits.num_jobs
+            )
         before, by_worker = by_worker, {w: j for w, j in shares.by_worker.items() if j is not None}
     assert by_worker == before

@@ -5,6 +5,7 @@ from math import isfinite
 from typing import TypeVar
 
 from skein.config.job import JobSpec
+from skein.config.quota import UNBOUNDED, QuotasSpec
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import (
@@ -78,12 +79,12 @@ def checkpoint(
 class Desk:
     """One coordinator, from the first record on or after a restart. Time passes when it is told to."""
 
-    def __init__(self, log: Sequence[Record] = ()) -> None:
+    def __init__(self, log: Sequence[Record] = (), *, quotas: QuotasSpec = UNBOUNDED) -> None:
         self.log: list[Record] = list(log)
         self.now = 100.0 * sum(isinstance(record, EpochOpened) for record in log)
         epoch = Epoch(1 + sum(isinstance(record, EpochOpened) for record in log))
         self.log.append(EpochOpened(epoch=epoch, wall_s=self.now))
-        self.machine = Coordinator(lease_s=LEASE_S, grace_s=GRACE_S)
+        self.machine = Coordinator(lease_s=LEASE_S, grace_s=GRACE_S, quotas=quotas)
         self.machine.sign_with(DESK_KEY)
         self.machine.replay(self.log)
         self.commands: list[CoordinatorCommand] = []

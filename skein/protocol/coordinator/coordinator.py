@@ -13,8 +13,10 @@ from math import inf
 from types import MappingProxyType
 from typing import assert_never
 
+from skein.config.quota import UNBOUNDED, QuotasSpec
 from skein.protocol.coordinator import coordinator_io as io
 from skein.protocol.coordinator import lifecycle
+from skein.protocol.coordinator.quotas import OverQuotaError, QuotaUses
 from skein.protocol.coordinator.relaying import Relaying, Told
 from skein.protocol.coordinator.remeasuring import JobPace, Pacing, Remeasuring
 from skein.protocol.coordinator.runs.checkpoints.storage import judge_checkpoint
@@ -51,7 +53,12 @@ class Coordinator:
     """All that one coordinator knows. `handle` is the only way in, what it returns the only way out."""
 
     def __init__(
-        self, *, lease_s: float = membership.LEASE_S, grace_s: float = membership.GRACE_S, key: bytes = b""
+        self,
+        *,
+        lease_s: float = membership.LEASE_S,
+        grace_s: float = membership.GRACE_S,
+        key: bytes = b"",
+        quotas: QuotasSpec = UNBOUNDED,
     ) -> None:
         """`key` is random, and of this process alone: its generations' secrets are made of it."""
         self.history = History()
@@ -60,8 +67,9 @@ class Coordinator:
         self.links: dict[tuple[WorkerId, WorkerId], Link] = {}
         self.measured: dict[JobId, Measured] = {}
         """Times of the jobs that are active and of those before them."""
+        self._quotas = quotas
         self._outbox = io.Outbox(self.history, key=key)
-        self._scheduler = Scheduler(self.membership.live, self._outbox, self._begin)
+        self._scheduler = Scheduler(self.membership.live, self._outbox, self._begin, quotas)
         self._remeasuring = Remeasuring()
         self._pacing = Pacing()
         self._relaying = Relaying(self.membership.live, self._outbox.to_probe)
@@ -167,11 +175,20 @@ class Coordinator:
             measured=MappingProxyType(self.measured),
             runs=MappingProxyType(runs),
             waits=MappingProxyType(self._scheduler.waits),
+            quotas=self._uses(),
         )
+
+    def _uses(self) -> QuotaUses:
+        crews = {job: len(self._scheduler.crew(job)) for job in self._scheduler.runs}
+        return QuotaUses(quotas=self._quotas, history=self.history, crews=crews)
 
     def _submit(self, event: io.SubmitAsked, *, now: float) -> None:
         if (event.namespace, event.key) in self.history.job_by_key:
             return
+        try:
+            self._uses().check_submit(event.namespace, event.spec)
+        except OverQuotaError:
+            return  # There was room when it was asked; whoever asked is told.
         job = JobId(f"{event.spec.name}-{len(self.history.jobs) + 1}")
         spec = event.spec.canonical_json()
         submitted = JobSubmitted(
@@ -197,7 +214,7 @@ class Coordinator:
             case io.PauseAsked():
                 lifecycle.pause_asked(job, run, event, self._outbox, now=now)
             case io.ResumeAsked():
-                lifecycle.resume_asked(job, event, self._outbox, now=now)
+                lifecycle.resume_asked(job, event, self._uses(), self._outbox, now=now)
             case _:
                 assert_never(event)
 
@@ -207,7 +224,9 @@ class Coordinator:
         over = [known for known in self.measured if known not in self._scheduler.runs and known != job.job]
         for known in over[: max(0, len(self.measured) - MAX_MEASURED)]:
             del self.measured[known]
-        return Run(Parts(job, crew, self.absence, self._outbox, self.links, measured, now=now), now=now)
+        quota = self._quotas.of(job.namespace)
+        parts = Parts(job, crew, self.absence, self._outbox, self.links, measured, quota=quota, now=now)
+        return Run(parts, now=now)
 
     # --- workers ---
 

@@ -195,11 +195,12 @@ class VerifyCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneCheckpoints:
-    """Delete the job's checkpoints but these, manifest first."""
+    """Delete the job's checkpoints but these and what is newer, manifest first; and `drop`, which was not completed."""
 
     job: JobId
     url: str | None
     keep: tuple[Step, ...]
+    drop: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from skein.config.job import JobSpec, with_steps
 from skein.errors import UserError
 from skein.model.parameters import parameter_shapes
 from skein.protocol.coordinator.coordinator_io import CancelAsked, Outbox, PauseAsked, ResumeAsked
+from skein.protocol.coordinator.quotas import QuotaUses
 from skein.protocol.coordinator.runs.checkpoints.keeping import newest_good
 from skein.protocol.coordinator.runs.checkpoints.storage import lost_beginning
 from skein.protocol.coordinator.runs.run import Run
@@ -54,10 +55,12 @@ def _halt(run: Run, state: JobState, reason: str, outbox: Outbox, *, now: float)
     run.tick(now=now)
 
 
-def resume_asked(job: JobHistory, event: ResumeAsked, outbox: Outbox, *, now: float) -> None:
+def resume_asked(
+    job: JobHistory, event: ResumeAsked, quotas: QuotaUses, outbox: Outbox, *, now: float
+) -> None:
     """Have a job go on, if that is possible and it does not go on anyway."""
     try:
-        check_resumable(job, event.steps)
+        check_resumable(job, event.steps, quotas)
     except UserError:
         return  # It was possible when it was asked.
     if job.end is None and job.held is None and job.halt is None:
@@ -66,17 +69,20 @@ def resume_asked(job: JobHistory, event: ResumeAsked, outbox: Outbox, *, now: fl
     outbox.log(f"goes on, at {job.version} of {job.total_steps} steps", job=job.job)
 
 
-def check_resumable(job: JobHistory, steps: int | None) -> None:
+def check_resumable(job: JobHistory, steps: int | None, quotas: QuotaUses) -> None:
     """Refuses to have a job go on that has nothing to do, or whose budget others count on.
 
     Args:
         job: as it is.
         steps: its budget from here on; None: as it was.
+        quotas: what namespaces have of theirs.
 
     Raises:
-        UserError: with the field `steps`.
+        UserError: with the field `steps`; or it is its namespace's quota that is full.
     """
     is_at_rest = job.end is not None or job.held is not None
+    if is_at_rest:
+        quotas.check_queue(job.namespace)
     if steps is None:
         if job.end is not None and job.end.state is JobState.FINISHED:
             hint = f"all {job.total_steps} steps are done: give more, such as {2 * job.total_steps}"

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skein.plan.plan import Plan
+from skein.protocol.coordinator.quotas import QuotaUses
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.membership.membership import Entry
@@ -36,6 +37,7 @@ class CoordinatorView:
     runs: Mapping[JobId, RunView]
     waits: Mapping[JobId, str]
     """Jobs without workers, where several share them, each with what it waits for."""
+    quotas: QuotaUses
 
     def run_of(self, worker: WorkerId) -> RunView | None:
         """The run that a worker is with."""

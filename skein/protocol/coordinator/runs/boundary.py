@@ -139,7 +139,8 @@ class Boundary:
         return self._parts.leading.is_due(num_validation_samples=num_samples)
 
     def _save_if_due(self, *, now: float) -> None:
-        if self._parts.savings.is_due(now=now):
+        savings = self._parts.savings
+        if savings.is_due(now=now) and savings.has_room(now=now):
             self._stopping.save(self._plan())
 
     def _begin_step(self, *, now: float) -> None:

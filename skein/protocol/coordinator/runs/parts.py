@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from skein.config.quota import UNBOUNDED, QuotaSpec
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.checkpoints.savings import Savings
@@ -43,6 +44,7 @@ class Parts:
         links: Mapping[tuple[WorkerId, WorkerId], Link],
         measured: Measured,
         *,
+        quota: QuotaSpec = UNBOUNDED.default,
         now: float,
     ) -> None:
         self.job = job
@@ -53,7 +55,7 @@ class Parts:
         self.gathering = Gathering(members, now=now)
         self.blame = Blame(members)
         self.storage = Storage(members, self.blame, self.gathering)
-        self.savings = Savings(members)
+        self.savings = Savings(members, quota)
         self.evaluation = Evaluation(members)
         self.holdings = Holdings(members)
         self.placement = Placement(members, self.holdings, measured, links)

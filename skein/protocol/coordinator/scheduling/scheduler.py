@@ -13,13 +13,14 @@ from collections.abc import Callable, Collection, Mapping
 from math import inf
 
 from skein.config.job import JobSpec
+from skein.config.quota import UNBOUNDED, QuotasSpec
 from skein.protocol.coordinator import lifecycle
 from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.coordinator.runs.placing.planning import num_wanted
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.coordinator.scheduling.crews import Crews
 from skein.protocol.coordinator.scheduling.fitting import Fitting
-from skein.protocol.coordinator.scheduling.sharing import JobAsk, Shares, WorkerStand, share
+from skein.protocol.coordinator.scheduling.sharing import JobAsk, NamespaceLimits, Shares, WorkerStand, share
 from skein.protocol.log.history import JobHistory
 from skein.protocol.membership import membership
 from skein.protocol.messages.directives import Dismiss
@@ -40,13 +41,14 @@ Begin = Callable[[JobHistory, Live, float], Run]
 class Scheduler:
     """Runs of a coordinator and their crews. `begin` makes the run of a job, with its crew, at a time."""
 
-    def __init__(self, live: Live, outbox: Outbox, begin: Begin) -> None:
+    def __init__(self, live: Live, outbox: Outbox, begin: Begin, quotas: QuotasSpec = UNBOUNDED) -> None:
         self.runs: dict[JobId, Run] = {}
         self.waits: dict[JobId, str] = {}
         """Jobs that wait for workers, each with what it waits for."""
         self._live = live
         self._out = outbox
         self._begin = begin
+        self._quotas = quotas
         self._crews = Crews()
         self._fitting = Fitting(live)
         self._is_started = False
@@ -148,7 +150,20 @@ class Scheduler:
     def _has_choice(self) -> bool:
         """Whether there is anything to decide: several jobs, or one that does not take everybody."""
         pending = self._pending()
-        return len(pending) > 1 or any(not job.spec.resources.takes_all for job in pending)
+        bounded = [
+            job
+            for job in pending
+            if not job.spec.resources.takes_all or self._limits(job) != NamespaceLimits()
+        ]
+        return len(pending) > 1 or bool(bounded)
+
+    def _limits(self, job: JobHistory) -> NamespaceLimits:
+        quota = self._quotas.of(job.namespace)
+        return NamespaceLimits(num_workers=quota.workers or inf, num_jobs=quota.running_jobs or inf)
+
+    def _num_least_of(self, job: JobHistory, num_here: int) -> int:
+        """Gang of a job where it may use so many workers, as far as its namespace may have them."""
+        return num_least(job.spec, int(min(num_here, self._limits(job).num_workers)))
 
     def _begin_at_once(self, *, now: float) -> None:
         """Begin what an earlier coordinator had begun, what is to end, and the first job if none is under way."""
@@ -200,7 +215,7 @@ class Scheduler:
         small = {
             job
             for job, run in self.runs.items()
-            if run.plan is not None and 0 < self._num_used(job) < num_least(run.job.spec, len(self._live))
+            if run.plan is not None and 0 < self._num_used(job) < self._num_least_of(run.job, len(self._live))
         }
         self._small_since = {job: self._small_since.get(job, now) for job in small}
 
@@ -210,7 +225,7 @@ class Scheduler:
 
     def _num_least(self, job: JobHistory, num_here: int, *, now: float) -> int:
         """Gang of a job; of one that has worked on fewer for a while, those."""
-        least = num_least(job.spec, num_here)
+        least = self._num_least_of(job, num_here)
         small_since = self._small_since.get(job.job)
         is_small = small_since is not None and now >= small_since + SMALL_S
         return min(least, self._num_used(job.job)) if is_small else least
@@ -231,13 +246,14 @@ class Scheduler:
             job=job.job,
             number=job.number,
             namespace=job.namespace,
+            limits=self._limits(job),
             priority=spec.priority,
             used_s=self._out.history.used_s(job.namespace, now=now),
             waited_s=self._waited_s(job, now=now),
             is_active=run is not None,
             num_least=least,
-            num_useful=max(num_least(spec, len(may_use)), num_wanted(spec.parallel)),
-            num_most=spec.resources.max_workers or len(self._live),
+            num_useful=max(self._num_least_of(job, len(may_use)), num_wanted(spec.parallel)),
+            num_most=min(spec.resources.max_workers or len(self._live), self._limits(job).num_workers),
             may_use=may_use,
             fits=lambda workers: self._fitting.lacks(job, workers) is None,
         )
@@ -295,7 +311,7 @@ class Scheduler:
         """Begin a job if all of a gang is free; else say what it waits for."""
         wanted = shares.of(job.job)
         free = frozenset(worker for worker in wanted if self._crews.owner(worker) is None)
-        least = num_least(job.spec, len(self._may_use(job.job, job.spec)))
+        least = self._num_least_of(job, len(self._may_use(job.job, job.spec)))
         if len(free) >= least and free and self._fitting.lacks(job, free) is None:
             self._start(job, tuple(worker for worker in self._live if worker in free), now=now)
         else:
@@ -304,8 +320,10 @@ class Scheduler:
     def _why(self, job: JobHistory, shares: Shares) -> str:
         """Reason why a job has no workers yet, in words."""
         may_use, where = self._may_use(job.job, job.spec), job.spec.resources.where
-        least = num_least(job.spec, len(may_use))
+        least = self._num_least_of(job, len(may_use))
         coming = [worker for worker in shares.of(job.job) if self._crews.owner(worker) is not None]
+        if job.job in shares.limited:
+            return self._what_limits(job)
         if coming:
             return f"waiting for {', '.join(sorted(coming))} to end a step of another job"
         if len(may_use) < least or not may_use:
@@ -320,6 +338,20 @@ class Scheduler:
         others = self._whom(job, [other for other in self.runs if self._crews.of(other)])
         kept = "; no other job starts on what comes free" if kept_for else ""
         return f"waiting for {others}: {wants}, and they keep theirs{kept}"
+
+    def _what_limits(self, job: JobHistory) -> str:
+        """Quota of a job's namespace that keeps workers from it, in words."""
+        limits = self._limits(job)
+        crews = [
+            self._crews.of(x)
+            for x, run in self.runs.items()
+            if run.job.namespace == job.namespace and x != job.job
+        ]
+        num_workers, num_jobs = sum(map(len, crews)), sum(map(bool, crews))
+        has = f"{num_workers} workers, {limits.num_workers:g} at most"
+        if num_jobs >= limits.num_jobs:
+            has = f"{num_jobs} jobs with workers, {limits.num_jobs:g} at most"
+        return f"waiting for its namespace's quota: {job.namespace} has {has}"
 
     def _whom(self, job: JobHistory, others: Collection[JobId]) -> str:
         """Other jobs in words, by their names as far as they are the same namespace's."""

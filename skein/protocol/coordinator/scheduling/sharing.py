@@ -10,6 +10,7 @@ Rules of this file
 - Not for ever: once a job has waited for `KEEP_S` no job that comes after it starts on workers that it may use, as far
   as those will be enough when equals end. Jobs that work keep their gangs, and use what is kept meanwhile; so it waits
   until enough of them have ended, and for none that comes later.
+- No namespace is given more workers than its quota, nor gangs for more jobs; who has more already is called away.
 - Workers that no plan uses stay where they are, or stand by for whoever has the fewest.
 - Of equal choices the one that moves fewer workers is taken; the same question has the same answer.
 """
@@ -26,6 +27,14 @@ KEEP_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceLimits:
+    """Limits of a namespace: workers that its jobs have together, and jobs that have any."""
+
+    num_workers: float = inf
+    num_jobs: float = inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobAsk:
     """Wish of a job for workers.
 
@@ -37,6 +46,7 @@ class JobAsk:
     job: JobId
     number: int
     namespace: str = DEFAULT_NAMESPACE
+    limits: NamespaceLimits = NamespaceLimits()
     priority: int = 0
     used_s: float = 0.0
     waited_s: float = 0.0
@@ -66,12 +76,14 @@ class WorkerStand:
 class Shares:
     """Answer of the rule: the job that each worker should be with, None for nobody, and the jobs without a gang.
 
-    `kept_for` are workers on which no job starts but the one named, which has waited for long.
+    `limited` are those among these that can have none as long as their namespace is at its limits. `kept_for` are
+    workers on which no job starts but the one named, which has waited for long.
     """
 
     by_worker: Mapping[WorkerId, JobId | None]
     without: frozenset[JobId]
     kept_for: Mapping[WorkerId, JobId]
+    limited: frozenset[JobId] = frozenset()
 
     def of(self, job: JobId) -> frozenset[WorkerId]:
         """Workers that a job should have."""
@@ -90,8 +102,11 @@ class _Sharing:
         self._num_wanting = Counter(worker for ask in asks for worker in ask.may_use)
         self._given: dict[WorkerId, JobAsk] = {}
         self._counts: Counter[JobId] = Counter()
+        self._by_namespace: Counter[str] = Counter()
+        self._num_gangs: Counter[str] = Counter()
         self._has_gang: set[JobId] = set()
         self._kept_for: dict[WorkerId, JobId] = {}
+        self._limited: set[JobId] = set()
 
     def result(self) -> Shares:
         for priority in sorted({ask.priority for ask in self._asks}, reverse=True):
@@ -108,6 +123,7 @@ class _Sharing:
             by_worker={w: None if ask is None else ask.job for w, ask in by_worker.items()},
             without=frozenset(ask.job for ask in self._asks if ask.job not in self._has_gang),
             kept_for=self._kept_for,
+            limited=frozenset(self._limited),
         )
 
     def _in_order(self, asks: Iterable[JobAsk]) -> list[JobAsk]:
@@ -145,10 +161,10 @@ class _Sharing:
 
         return sorted(ask.may_use & self._workers.keys() - self._given.keys(), key=cost)
 
-    def _gang(self, ask: JobAsk, workers: Sequence[WorkerId]) -> Sequence[WorkerId] | None:
+    def _gang(self, ask: JobAsk, workers: Sequence[WorkerId], room: float = inf) -> Sequence[WorkerId] | None:
         """The first of these on which a plan exists, no fewer than the job asks for; None if all are too few."""
         for size in range(max(1, ask.num_least), len(workers) + 1):
-            if size > ask.num_most:
+            if size > min(ask.num_most, room):
                 break
             if ask.fits(frozenset(workers[:size])):
                 return workers[:size]
@@ -157,12 +173,18 @@ class _Sharing:
     def _give_gang(self, ask: JobAsk) -> None:
         if ask.job in self._has_gang:
             return
-        free = self._free(ask)
-        gang = self._gang(ask, [w for w in free if ask.is_active or w not in self._kept_for])
+        free, room = self._free(ask), self._room(ask)
+        open_to_it = [w for w in free if ask.is_active or w not in self._kept_for]
+        is_full = self._num_gangs[ask.namespace] >= ask.limits.num_jobs or room < ask.num_least
+        gang = None if is_full else self._gang(ask, open_to_it, room)
         if gang is not None:
             self._has_gang.add(ask.job)
+            self._limited.discard(ask.job)
+            self._num_gangs[ask.namespace] += 1
             for worker in gang:
                 self._give(ask, worker)
+        elif is_full or (room < len(open_to_it) and self._gang(ask, open_to_it) is not None):
+            self._limited.add(ask.job)
         elif ask.waited_s >= KEEP_S and self._gang(ask, [*free, *self._with_equals(ask)]) is not None:
             for worker in free:
                 self._kept_for.setdefault(worker, ask.job)
@@ -171,9 +193,14 @@ class _Sharing:
         """Workers that a job could have if its equals had ended."""
         return sorted(w for w in ask.may_use & self._given.keys() if self._given[w].priority == ask.priority)
 
+    def _room(self, ask: JobAsk) -> float:
+        """Workers that the namespace of a job may be given still."""
+        return ask.limits.num_workers - self._by_namespace[ask.namespace]
+
     def _give(self, ask: JobAsk, worker: WorkerId) -> None:
         self._given[worker] = ask
         self._counts[ask.job] += 1
+        self._by_namespace[ask.namespace] += 1
 
     def _with_gang(self, asks: Iterable[JobAsk]) -> list[JobAsk]:
         return [ask for ask in asks if ask.job in self._has_gang]
@@ -181,15 +208,21 @@ class _Sharing:
     def _spread(self, asks: Collection[JobAsk], most: Callable[[JobAsk], float]) -> None:
         """Give workers one by one to the job that has the fewest, of the namespace that has the fewest."""
         while True:
-            open_to = [ask for ask in asks if self._counts[ask.job] < most(ask) and self._free(ask)]
+            open_to = [
+                ask
+                for ask in asks
+                if self._counts[ask.job] < most(ask) and self._room(ask) >= 1 and self._free(ask)
+            ]
             if not open_to:
                 return
-            by_namespace: Counter[str] = Counter()
-            for ask in self._given.values():
-                by_namespace[ask.namespace] += 1
             ask = min(
                 open_to,
-                key=lambda x: (by_namespace[x.namespace], self._counts[x.job], -len(self._own(x)), x.number),
+                key=lambda x: (
+                    self._by_namespace[x.namespace],
+                    self._counts[x.job],
+                    -len(self._own(x)),
+                    x.number,
+                ),
             )
             self._give(ask, self._free(ask)[0])
 
@@ -197,11 +230,12 @@ class _Sharing:
         """Leave workers that nobody needs with the job that they are with, or have them stand by for another."""
         owners = {worker: stand.owner for worker, stand in self._workers.items()}
         lost = {owners[w] for w, ask in self._given.items() if owners[w] != ask.job}
-        # Of a job that has lost its gang to others nobody is kept: it is saved, and waits.
-        keeping = {ask.job: ask for ask in self._asks if ask.job in self._has_gang or ask.job not in lost}
+        # Of a job that lost its gang to others, or to its namespace's limits, nobody is kept: it is saved, and waits.
+        parted = (lost | self._limited) - self._has_gang
+        keeping = {ask.job: ask for ask in self._asks if ask.job not in parted}
         for worker, owner in sorted(owners.items()):
             ask = None if owner is None or worker in self._given else keeping.get(owner)
-            if ask is not None and self._counts[ask.job] < ask.num_most:
+            if ask is not None and self._counts[ask.job] < ask.num_most and self._room(ask) >= 1:
                 self._give(ask, worker)
         self._spread(self._with_gang(self._asks), lambda ask: ask.num_most)
         # Who has no gang yet may be told by those who are here what it lacks.

@@ -5,6 +5,8 @@ Rules of this file
   the plan's order; the only walker there is, is number 0 too.
 - What cannot be written for want of room, or of an answer, is no fault of who holds it. What a run waits for is asked
   for again and again, and only what is missing of it; of what goes on beside steps, another version is saved later.
+- What would be above the quota of the job's namespace is not asked for, as far as the last one tells of its size, and
+  not completed; steps go on. What a run waits for is, or steps would be lost.
 - All stages of a checkpoint were asked for under one generation. So none has stages of two histories, though a version
   that was rolled back is reached again, nor of another job.
 """
@@ -12,9 +14,11 @@ Rules of this file
 from collections.abc import Mapping
 from dataclasses import replace
 
+from skein.config.quota import UNBOUNDED, QuotaSpec
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import ManifestWritten, PruneCheckpoints, WriteManifest
+from skein.protocol.coordinator.quotas import size_of, stored_with
 from skein.protocol.coordinator.runs.checkpoints.keeping import kept_with
 from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.placing.planning import fingerprint_of
@@ -23,6 +27,7 @@ from skein.protocol.log.records import CheckpointCommitted, StageFiles
 from skein.protocol.messages.directives import CheckpointFile, Save
 from skein.protocol.messages.reports import CheckpointUnwritten, CheckpointWritten
 from skein.types import Generation, StageIndex, Step, WorkerId
+from skein.units import format_bytes
 
 AGAIN_S = 10.0
 """Until what a run waits for is asked for again."""
@@ -37,8 +42,12 @@ _Part = tuple[StageIndex, int]
 class Savings(RunPart):
     """Collects a checkpoint's stages. What is never completed is simply never committed."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, quota: QuotaSpec = UNBOUNDED.default) -> None:
         super().__init__(members)
+        self._quota = quota
+        self._over = ""
+        """Reason why the last checkpoint that was due was not stored: the quota is full; "" if it was."""
+        self._last_bytes = max(map(size_of, self._job.checkpoints[-1:]), default=0)
         self.waits_for = ""
         """Reason why the checkpoint that the run waits for could not be written, the last time."""
         self.again_at: float | None = None
@@ -69,6 +78,32 @@ class Savings(RunPart):
         if not every or version >= self._job.total_steps or now < self._not_before:
             return False
         return version // every * every > max(self.newest, self._asked)
+
+    def has_room(self, *, now: float) -> bool:
+        """Whether one more checkpoint of the size of the last one is within the quota; if not, that is told, once."""
+        over = self._above_quota(self._job.version, self._last_bytes)
+        if over:
+            self._not_before = now + LATER_S
+            self._tell_over(over)
+        return not over
+
+    def _above_quota(self, version: Step, num_bytes: int) -> str:
+        """Excess of the namespace if it had a checkpoint of that size, too, in words; "" if it is within its quota."""
+        most = self._quota.stored_bytes
+        if most is None:
+            return ""
+        num = stored_with(self._out.history, self._job, version, num_bytes)
+        namespace = self._job.namespace
+        return (
+            f"{namespace} would have {format_bytes(num)} stored, {format_bytes(most)} at most"
+            if num > most
+            else ""
+        )
+
+    def _tell_over(self, over: str) -> None:
+        if not self._over:
+            self._log(f"no checkpoint is stored, steps go on: {over}")
+        self._over = over
 
     @property
     def is_resting(self) -> bool:
@@ -192,8 +227,32 @@ class Savings(RunPart):
             return
         checkpoint = self.written(report, wall_s=now)
         if checkpoint is not None:
-            self._finishing.append(checkpoint)
-            self._out.do(WriteManifest(checkpoint=checkpoint))
+            self._last_bytes = size_of(checkpoint)
+            self._complete(checkpoint, report.generation, now=now)
+
+    def _complete(self, checkpoint: CheckpointCommitted, generation: Generation, *, now: float) -> None:
+        """Have a checkpoint's manifest written, or its files deleted if there is no room for them."""
+        asking, over = (
+            (generation, checkpoint.version),
+            self._above_quota(checkpoint.version, self._last_bytes),
+        )
+        if over and not self._is_awaited(asking):
+            self._tell_over(over)
+            self._give_up(asking, now=now)
+            keep = tuple(kept.version for kept in self._job.checkpoints)
+            drop = PruneCheckpoints(
+                job=self._job.job, url=checkpoint.url, keep=keep, drop=(checkpoint.version,)
+            )
+            self._out.do(drop)
+            return
+        if over:
+            self._log(
+                f"checkpoint={checkpoint.version} is stored above the quota, for the run waits for it: {over}"
+            )
+        else:
+            self._over = ""
+        self._finishing.append(checkpoint)
+        self._out.do(WriteManifest(checkpoint=checkpoint))
 
     def finished(self, event: ManifestWritten, *, now: float) -> None:
         """The coordinator has completed a checkpoint, or could not."""

@@ -1,0 +1,137 @@
+"""Quotas of namespaces at work: how much there is of each, and who is refused because of them.
+
+Rules of this file
+- What is asked for is refused before anything comes of it, with how much there is and what to do. What was taken on
+  goes on: workers above a quota are called away at the end of a step, and no step is lost for want of room.
+- A checkpoint that steps do not wait for is not stored above the quota. One that a run waits for is: else steps would
+  be lost, or workers held. Until there is room again its namespace submits nothing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from skein.config.explain import Words
+from skein.config.job import JobSpec
+from skein.config.quota import QuotasSpec
+from skein.errors import UserError
+from skein.protocol.coordinator.runs.checkpoints.keeping import kept_with
+from skein.protocol.log.history import History, JobHistory
+from skein.protocol.log.records import CheckpointCommitted
+from skein.types import JobId, Step
+from skein.units import format_bytes
+
+_MORE = "or ask the operator of the coordinator for a larger quota"
+
+
+class OverQuotaError(UserError):
+    """Request of a client that is beyond the quota of its namespace; later it may work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaUse:
+    """Quota of a namespace that has a bound: its name, how much there is of it, and the bound."""
+
+    quota: str
+    used: int
+    most: int
+
+    @property
+    def shown(self) -> str:
+        """Use and bound, for people.
+
+        >>> QuotaUse(quota="stored_bytes", used=1 << 30, most=4 << 30).shown
+        'stored_bytes 1.0 GiB of 4.0 GiB'
+        """
+        show: Callable[[int], str] = format_bytes if self.quota.endswith("_bytes") else str
+        return f"{self.quota} {show(self.used)} of {show(self.most)}"
+
+
+@dataclass(slots=True, kw_only=True)
+class QuotaUses:
+    """Quotas of a coordinator at one moment, and what their namespaces have of them; `crews` are sizes."""
+
+    quotas: QuotasSpec
+    history: History
+    crews: Mapping[JobId, int]
+    _known: dict[str, tuple[QuotaUse, ...]] = field(default_factory=dict)
+
+    def of(self, namespace: str) -> tuple[QuotaUse, ...]:
+        """Quotas of a namespace that have a bound; that of a job file, which is of one job alone, is none of these."""
+        if namespace not in self._known:
+            self._known[namespace] = tuple(self._uses(namespace))
+        return self._known[namespace]
+
+    def _uses(self, namespace: str) -> Iterator[QuotaUse]:
+        quota = self.quotas.of(namespace)
+        crews = [num for job, num in self.crews.items() if self.history.jobs[job].namespace == namespace]
+        if quota.workers is not None:
+            yield QuotaUse(quota="workers", used=sum(crews), most=quota.workers)
+        if quota.running_jobs is not None:
+            yield QuotaUse(quota="running_jobs", used=sum(map(bool, crews)), most=quota.running_jobs)
+        if quota.queued_jobs is not None:
+            pending = [job for job in self.history.pending() if job.namespace == namespace]
+            num_queued = sum(not self.crews.get(job.job) for job in pending)
+            yield QuotaUse(quota="queued_jobs", used=num_queued, most=quota.queued_jobs)
+        if quota.stored_bytes is not None:
+            yield QuotaUse(
+                quota="stored_bytes", used=stored_bytes(self.history, namespace), most=quota.stored_bytes
+            )
+
+    def check_submit(self, namespace: str, spec: JobSpec) -> None:
+        """Returns if a namespace may submit a job now.
+
+        Raises:
+            OverQuotaError: it may not; naming quota, use, bound, and what to do.
+        """
+        self.check_queue(namespace)
+        least, most = spec.resources.min_workers, self.quotas.of(namespace).workers
+        if least is not None and most is not None and least > most:
+            hint = f"namespace {namespace} may have {most} workers: give at most that, {_MORE}"
+            raise OverQuotaError("resources.min_workers", least, hint)
+
+    def check_queue(self, namespace: str) -> None:
+        """Returns if one more job of a namespace may come into the queue.
+
+        Raises:
+            OverQuotaError: it may not.
+        """
+        for use in self.of(namespace):
+            shown = Words(use.shown.partition(" ")[2])
+            if use.quota == "queued_jobs" and use.used >= use.most:
+                hint = f"so many jobs of namespace {namespace} wait already: cancel or pause some, {_MORE}"
+                raise OverQuotaError("quota.queued_jobs", shown, hint)
+            if use.quota == "stored_bytes" and use.used >= use.most:
+                hint = f"so much is stored for namespace {namespace}: ask the operator of the coordinator for more"
+                raise OverQuotaError("quota.stored_bytes", shown, hint)
+
+    def check_size(self, namespace: str, num_bytes: int) -> None:
+        """Returns if a job file may be of that size.
+
+        Raises:
+            OverQuotaError: it may not.
+        """
+        most = self.quotas.of(namespace).job_bytes
+        if most is not None and num_bytes > most:
+            shown = Words(f"{num_bytes} of {most} bytes")
+            hint = f"is the most that a job of namespace {namespace} may have: make it smaller, {_MORE}"
+            raise OverQuotaError("quota.job_bytes", shown, hint)
+
+
+def size_of(checkpoint: CheckpointCommitted) -> int:
+    """Bytes of all files of a checkpoint."""
+    return sum(file.num_bytes for stage in checkpoint.stages for file in stage.files)
+
+
+def stored_bytes(history: History, namespace: str) -> int:
+    """Bytes of the checkpoints of all jobs of a namespace."""
+    return sum(
+        sum(map(size_of, job.checkpoints)) for job in history.jobs.values() if job.namespace == namespace
+    )
+
+
+def stored_with(history: History, job: JobHistory, version: Step, num_bytes: int) -> int:
+    """Bytes that the namespace of a job has stored once this has a checkpoint of that size, and older ones went."""
+    kept = kept_with(job, version, history.jobs.values())
+    stay = sum(size_of(x) for x in job.checkpoints if x.version in kept and x.version != version)
+    others = stored_bytes(history, job.namespace) - sum(map(size_of, job.checkpoints))
+    return others + stay + num_bytes
