@@ -21,7 +21,9 @@ from bench.report import Row, finish, spread
 from client.lab.network import namespaces
 from client.lab.start import LabOptions, RunningLab, start_lab, stop_lab, wait_for_workers
 from client.lab.state import LabFolder
+from skein.protocol.messages.ways import COORDINATOR_RELAY
 from skein.topology.fleet import Link
+from skein.types import WorkerId
 
 PRESET = Path(__file__).parents[1] / "deploy/lab/closed-homes.yaml"
 WALLED = "office"
@@ -46,10 +48,12 @@ _DROPS = (
 
 
 @contextmanager
-def closed_homes(path: Path, *, data_roots: tuple[Path, ...] = ()) -> Iterator[RunningLab]:
-    """A lab of `PRESET` whose two workers have joined; nobody can dial them."""
+def closed_homes(
+    path: Path, *, preset: Path = PRESET, data_roots: tuple[Path, ...] = ()
+) -> Iterator[RunningLab]:
+    """A lab whose workers have joined; nobody can dial those behind NAT, nor those at `WALLED`."""
     folder = LabFolder(path)
-    options = LabOptions(preset=str(PRESET), mode="namespaces", data_roots=data_roots, has_closed_homes=True)
+    options = LabOptions(preset=str(preset), mode="namespaces", data_roots=data_roots, has_closed_homes=True)
     try:
         lab = start_lab(folder, options)
         for endpoint in lab.status.endpoints:
@@ -62,19 +66,23 @@ def closed_homes(path: Path, *, data_roots: tuple[Path, ...] = ()) -> Iterator[R
         stop_lab(folder)
 
 
-def relayed_links(lab: RunningLab) -> list[Link]:
-    """Both directions, once probes have gone by the relay.
+def relayed_links(lab: RunningLab, relay: WorkerId = COORDINATOR_RELAY) -> list[Link]:
+    """Both directions of a pair, once probes have gone by this relay.
 
     Raises:
         TimeoutError: they have not within `RELAYED_S`.
     """
     until_s = time.monotonic() + RELAYED_S
     with lab.client() as client:
-        while len(found := [link for link in client.links() if link.via is not None]) < 2:
+        while len(found := [link for link in client.links() if _is_carried(link, relay)]) < 2:
             if time.monotonic() > until_s:
-                raise TimeoutError(f"no links by way of a relay within {RELAYED_S} s: {found}")
+                raise TimeoutError(f"no links by that relay within {RELAYED_S} s: {client.links()}")
             time.sleep(_POLL_S)
     return found
+
+
+def _is_carried(link: Link, relay: WorkerId) -> bool:
+    return link.via == relay and relay not in (link.sender, link.receiver)
 
 
 def access_bytes_per_s(lab: RunningLab, link: Link) -> float:

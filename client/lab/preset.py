@@ -81,12 +81,14 @@ class Site(_File):
     Args:
         nat: each endpoint is behind a router of its own that hides its address.
         workers: whether workers are put there.
+        relay: whether those offer to carry what others send each other.
     """
 
     up: Rate | None = None
     down: Rate | None = None
     nat: bool = False
     workers: bool = True
+    relay: bool = False
 
 
 class Preset(_File):

@@ -59,6 +59,7 @@ def _worker(folder: LabFolder, lab: LabFile, endpoint: Endpoint) -> ServiceProgr
         *("--name", endpoint.name, "--site", endpoint.site),
         *("--listen", endpoint.listen, "--port", str(endpoint.port)),
         *("--advertise", join_address(endpoint.address, endpoint.port)),
+        *(("--relay",) if lab.preset.sites[endpoint.site].relay else ()),
         *(part for root in lab.data_roots for part in ("--data-root", root)),
         *("--checkpoint-root", str(folder.checkpoints)),
     )
