@@ -269,7 +269,10 @@ class World(SimService):
             self._give(self.workers[name], event)
 
     def _give(self, worker: SimWorker, event: io.WorkerEvent) -> None:
-        worker.when_running(partial(self._handle, worker, event))
+        if worker.is_alive and not worker.is_frozen:
+            self._handle(worker, event)
+        else:
+            worker.when_running(partial(self._handle, worker, event))
 
     def _handle(self, worker: SimWorker, event: io.WorkerEvent) -> None:
         try:

@@ -245,7 +245,8 @@ class SimExecutor:
     def begins(self, op: Op, generation: Generation) -> None:
         """An op takes its operands now: what came under this generation, or what was made here."""
         self._operands, self._lost = self.desk.take(op, generation)
-        missing = set(operand_keys(op)) - self._operands.keys() - self.log.forgotten
+        here, forgotten = self._operands, self.log.forgotten
+        missing = [key for key in operand_keys(op) if key not in here and key not in forgotten]
         if missing:
             raise Violated(f"{self.worker} begins {op} without {missing}")
 
@@ -316,8 +317,9 @@ class SimExecutor:
             accumulated = self.chunks[op.chunk.stage].accumulated
             contribution = (op.step, op.microbatch, op.chunk.stage)
             accumulated[contribution] = accumulated.get(contribution, 0) + 1
-        if op.output is not None and not is_release(op.output):
-            self._outputs[hop_key(op.output)] = Payload(self._boundary_bytes(op.output))
+        output = op.output
+        if output is not None and not is_release(output):
+            self._outputs[hop_key(output)] = Payload(self._boundary_bytes(output))
         return Loss(loss_sum=float(op.microbatch + 1), num_tokens=1) if row.is_last else None
 
     def _pack(self, op: PackOp) -> None:

@@ -28,7 +28,7 @@ class Idling:
             Violated: a job waits, and for too long has had idle workers enough.
         """
         coordinator, now = world.coordinator, world.clock.now
-        if coordinator is None or now < self._looks_at or len(world.submitted) < 2 or world.has_liars:
+        if now < self._looks_at or len(world.submitted) < 2 or coordinator is None or world.has_liars:
             return
         self._looks_at = now + LOOK_S
         idle = _idle(coordinator)

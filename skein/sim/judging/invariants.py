@@ -101,6 +101,9 @@ class FoundStage:
     lineage: str
 
 
+_WorkerPlace = tuple[Epoch, Generation]
+
+
 @dataclass(slots=True)
 class _Branch:
     """The history of one job that counts: roll-backs cut it short."""
@@ -130,7 +133,7 @@ class Invariants:
         """The newest that was in the log before it lost its end."""
         self._known: dict[int, StepRecord] = {}
         """Recorded decisions by object identity: thousands of workers hear each."""
-        self._places: dict[Incarnation, tuple[Epoch, Generation]] = {}
+        self._places: dict[Incarnation, _WorkerPlace] = {}
         self._members: dict[Generation, frozenset[tuple[WorkerId, Incarnation]]] = {}
         self._owners: dict[tuple[Epoch, Generation], dict[tuple[MicrobatchId, StageIndex], WorkerId]] = {}
         """Workers that have accumulated, or will, what a step that goes on consists of."""
@@ -338,18 +341,26 @@ class Invariants:
     def handled(self, who: Worker) -> None:
         """A worker has handled an event: it never steps back, is never ahead of the log, and keeps to its slots."""
         place = (who.epoch, who.generation)
-        if place < self._places.get(who.identity.incarnation, place):
+        before = self._places.get(who.identity.incarnation)
+        if place != before:
+            self._moved(who, before, place)
+        pipeline = who.pipeline
+        if pipeline is not None:
+            for taken, slots in pipeline.slots_taken():
+                if not 0 <= taken <= slots:
+                    raise Violated(f"{who.identity.worker} has taken slots {list(pipeline.slots_taken())}")
+        branch = self._branch(who)
+        if branch is not None and who.version > branch.highest:
+            raise Violated(f"{who.identity.worker} is at version {who.version}, the log at {branch.highest}")
+
+    def _moved(self, who: Worker, before: _WorkerPlace | None, place: _WorkerPlace) -> None:
+        """A worker follows another epoch or generation: a newer one, which the log has or once had."""
+        if before is not None and place < before:
             raise Violated(f"{who.identity.worker} went back to {place}")
         self._places[who.identity.incarnation] = place
         epoch, generation = self._lost
         if who.epoch > max(epoch, self._epoch) or who.generation > max(generation, self._generation):
             raise Violated(f"{who.identity.worker} is at {place}, the log at {self._epoch, self._generation}")
-        pipeline = who.pipeline
-        if pipeline is not None and not all(0 <= taken <= slots for taken, slots in pipeline.slots_taken()):
-            raise Violated(f"{who.identity.worker} has taken slots {list(pipeline.slots_taken())}")
-        branch = self._branch(who)
-        if branch is not None and who.version > branch.highest:
-            raise Violated(f"{who.identity.worker} is at version {who.version}, the log at {branch.highest}")
 
     def _branch(self, who: Worker) -> _Branch | None:
         return None if who.job is None else self._branches.get(who.job)

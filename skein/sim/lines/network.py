@@ -92,6 +92,7 @@ class Network:
     def mend(self, sender: WorkerId | SiteId, receiver: WorkerId | SiteId) -> None:
         """Take one cut back."""
         self._cut[sender, receiver] -= self._cut[sender, receiver] > 0
+        self._cut += Counter()  # Without those that are cut no more: it is asked for every tensor.
         self.on_changed()
 
     def heal(self) -> None:
@@ -105,6 +106,8 @@ class Network:
 
     def is_cut(self, sender: WorkerId, receiver: WorkerId) -> bool:
         """Whether nothing gets from one to the other, by the way that there is."""
+        if not self._cut and receiver not in self.walled:
+            return False
         hops = self._hops(sender, receiver)
         return not hops or any(self._is_cut(*hop) for hop in hops)
 
@@ -132,6 +135,10 @@ class Network:
         self._weather[sender, receiver] = weather
 
     # --- what links do ---
+
+    def latency_s(self, sender: WorkerId, receiver: WorkerId) -> float:
+        """Seconds from one worker to another, in fair weather."""
+        return self._between[self._site_of[sender], self._site_of[receiver]][0]
 
     def link(self, sender: WorkerId, receiver: WorkerId) -> Link:
         """The link as a perfect probe would measure it in fair weather."""

@@ -162,7 +162,7 @@ class Streams:
         """Put a report on its way, as it is or as a liar has it."""
         if not worker.is_connected:
             return
-        if isinstance(report, Beat):
+        if isinstance(report, Beat) and worker.executor.share_of_time != 1.0:
             report = replace(report, running_s=report.running_s * worker.executor.share_of_time)
         said = (report,) if worker.lies is None else mutated(report, worker.lies)
         for one in said:

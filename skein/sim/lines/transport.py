@@ -181,7 +181,7 @@ class Transport:
             return
         parcel.is_over = True
         if isinstance(envelope.header, HopTensor):
-            back_s = self._network.link(to, me).latency_s
+            back_s = self._network.latency_s(to, me)
             seconds = self._clock.now + back_s - parcel.since_s
             num_bytes = parcel.payload.num_bytes
             self._give(

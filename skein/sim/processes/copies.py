@@ -111,7 +111,10 @@ class SimCopies:
         self._shelves: dict[Incarnation, _Shelf] = {}
 
     def _shelf(self, worker: SimWorker) -> _Shelf:
-        return self._shelves.setdefault(worker.machine.identity.incarnation, _Shelf())
+        incarnation = worker.machine.identity.incarnation
+        if incarnation not in self._shelves:
+            self._shelves[incarnation] = _Shelf()
+        return self._shelves[incarnation]
 
     def forget(self, worker: SimWorker) -> None:
         """The job is over for this process."""
