@@ -221,6 +221,7 @@ def path_ops(num_hops: int) -> tuple[PathOp, ...]:
     )
 
 
+@cache
 def taker_of(direction: Direction, *, is_last: bool) -> OpKind | None:
     """The kind of op that takes such a boundary tensor at a path's last hop, or at one before; None: none does."""
     return next((x for x in OpKind if x.row.takes is direction and x.row.is_last == is_last), None)

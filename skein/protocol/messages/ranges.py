@@ -21,6 +21,7 @@ MAX_INTEGER = 2**63 - 1
 """Above this a uint64 is refused: SQLite and numpy hold signed integers."""
 
 Number = int | float
+_NUMBER = (int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +150,12 @@ def _check_number(message: str, field: str) -> Check | None:
     row, where = range_of(message, field), f"{message}.{field}"
     if row is None:
         return None
+    least, most = row.least, row.most
 
     def check(value: object) -> None:
-        assert isinstance(value, int | float)
-        row.check(where, value)
+        assert isinstance(value, _NUMBER)
+        if not least <= value <= most:
+            row.check(where, value)
 
     return check
 

@@ -101,6 +101,10 @@ class ShardTensor:
     shard: int
     member: ChunkRef
 
+    def __hash__(self) -> int:
+        # Not of all fields, for each tensor is looked up many times: the others seldom tell two of one step apart.
+        return hash((self.kind, self.step, self.shard, self.member.worker))
+
 
 TensorHeader = HopTensor | ShardTensor
 

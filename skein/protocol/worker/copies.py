@@ -124,6 +124,8 @@ class Copies:
 
     def next_op(self, version: Step, chunks: Iterable[StageSpec]) -> SnapshotOp | None:
         """A snapshot to take now that `chunks` are here at `version`, before anything changes them."""
+        if not self._asked:
+            return None
         self._asked = [op for op in self._asked if op.version >= version]
         here = {stage.index for stage in chunks}
         op = next((op for op in self._asked if op.version == version and op.stage in here), None)

@@ -72,12 +72,15 @@ class Exchanges:
 
     def arrive(self, header: ShardTensor) -> tuple[Exchange, Moves] | None:
         """Take a shard; None if it concerns nothing here."""
-        is_own = header.member.stage in {stage.index for stage in self._stages}
-        if header.group not in self._groups and not (isinstance(header.group, Exchanged) and is_own):
+        if header.group not in self._groups and not (
+            isinstance(header.group, Exchanged) and header.member.stage in (x.index for x in self._stages)
+        ):
             return None
-        if (header.group, header.attempt) not in self._by_key and self._num_unexplained >= MAX_UNEXPLAINED:
-            return None
-        exchange = self._of(header.group, header.attempt, header.step)
+        exchange = self._by_key.get((header.group, header.attempt))
+        if exchange is None:
+            if self._num_unexplained >= MAX_UNEXPLAINED:
+                return None
+            exchange = self._of(header.group, header.attempt, header.step)
         return exchange, exchange.arrive(header)
 
     @property
@@ -90,10 +93,10 @@ class Exchanges:
         return self._by_key.get((op.group.group, op.attempt))
 
     def _of(self, group: GroupId, attempt: Attempt, step: Step) -> Exchange:
-        key = (group, attempt)
-        if key not in self._by_key:
-            self._by_key[key] = Exchange(self._me, step, attempt)
-        return self._by_key[key]
+        exchange = self._by_key.get((group, attempt))
+        if exchange is None:
+            exchange = self._by_key[group, attempt] = Exchange(self._me, step, attempt)
+        return exchange
 
     # --- what is decided ---
 

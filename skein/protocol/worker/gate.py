@@ -29,11 +29,11 @@ class PeerGate:
 
         Of a newer generation nobody can tell whose it is; nobody has work of one that not all have acknowledged.
         """
-        standing, header = self._standing, envelope.header
-        place = (envelope.epoch, envelope.generation)
-        if place < standing.place or (place == standing.place and header.step < self._version()):
+        standing, header, version = self._standing, envelope.header, self._version()
+        place, here = (envelope.epoch, envelope.generation), standing.place
+        if place < here or (place == here and header.step < version):
             return Refusal.STALE
-        if place > standing.place:
+        if place > here:
             return Refusal.NOT_YET
         if envelope.job != standing.job:
             return Refusal.UNKNOWN_JOB
@@ -41,7 +41,7 @@ class PeerGate:
             return Refusal.FORGED
         if isinstance(header, ShardTensor) and header.kind.is_own and header.member.worker != envelope.sender:
             return Refusal.UNEXPECTED
-        return Refusal.NOT_YET if is_full and header.step > self._version() else None
+        return Refusal.NOT_YET if is_full and header.step > version else None
 
     def _is_authentic(self, envelope: Envelope) -> bool:
         """Whether a tensor of the present generation was sent by the member that it names."""

@@ -105,10 +105,12 @@ class _Chunk:
     def is_done(self) -> bool:
         return not self._lanes[ChunkOrder.SUMS]
 
-    def due(self) -> Iterator[_Listed]:
+    def due(self) -> list[_Listed]:
         """Ops that may run now: at most the next of each order, and all that keep to none."""
-        for lane, listed in self._lanes.items():
-            yield from (x for x in (listed if lane is None else listed[:1]) if self._may_begin(x.op))
+        if not self.arrived:
+            return []
+        lanes = self._lanes.items()
+        return [x for lane, ops in lanes for x in (ops if lane is None else ops[:1]) if self._may_begin(x.op)]
 
     def _may_begin(self, op: PlannedOp) -> bool:
         row = op.kind.row

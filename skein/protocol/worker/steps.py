@@ -300,7 +300,7 @@ class Steps:
         standing, step = self._standing, envelope.header.step
         place = (envelope.epoch, envelope.generation)
         is_now = place == standing.place
-        is_on_its_way = self._exchanges.is_on_its_way(envelope.header)
+        is_on_its_way = step != self.version and self._exchanges.is_on_its_way(envelope.header)
         is_early = self.pipeline is None or (step > self.version and not is_on_its_way)
         if place > standing.place or (is_now and is_early):
             self._parked.append(envelope)

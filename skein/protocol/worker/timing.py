@@ -6,7 +6,7 @@ Rules of this file
 """
 
 from collections import deque
-from statistics import median, quantiles
+from statistics import median
 
 from skein.plan.ops import Cost, OpKind
 from skein.plan.plan import ChunkTime, TransferTime
@@ -93,7 +93,7 @@ class Timing:
     def _transfer_time(self, peer: WorkerId) -> TransferTime:
         """Lower quartile of the times of the largest tensors: one that waits for others says little of its link."""
         taken = self._transfers[peer]
-        largest, _ = max(taken)
+        largest = max([num_bytes for num_bytes, _ in taken])
         return TransferTime(
             sender=self._me,
             receiver=peer,
@@ -103,8 +103,13 @@ class Timing:
 
 
 def _lower_quartile(values: list[float]) -> float:
-    """
+    """The first of `statistics.quantiles(values, n=4, method="inclusive")`, without the others.
+
     >>> _lower_quartile([3.0]), _lower_quartile([1.0, 2.0, 3.0, 4.0, 5.0])
     (3.0, 2.0)
     """
-    return values[0] if len(values) == 1 else quantiles(values, n=4, method="inclusive")[0]
+    ascending = sorted(values)
+    place, quarters = divmod(len(values) - 1, 4)
+    if not quarters:
+        return ascending[place]
+    return (ascending[place] * (4 - quarters) + ascending[place + 1] * quarters) / 4

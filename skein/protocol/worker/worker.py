@@ -327,7 +327,7 @@ class Worker:
             self._is_to_acknowledge = True
         if self._is_to_acknowledge and not self._steps.has_queue:
             self._acknowledge()
-        if not self._steps.has_queue and self._building.is_wanted:
+        if self._building.is_wanted and not self._steps.has_queue:
             self._building.begin()
             return
         # A snapshot comes before what is queued: that may be the update that it must not see.

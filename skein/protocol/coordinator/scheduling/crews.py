@@ -16,6 +16,10 @@ class Crews:
         self._bound_for: dict[WorkerId, JobId | None] = {}
         """Workers that were called away, and the job that they are for; None: for none yet."""
 
+    def __len__(self) -> int:
+        """Workers that are with a run."""
+        return len(self._owner)
+
     def open(self, job: JobId) -> Mapping[WorkerId, Entry]:
         """The crew of a run that begins, without anybody yet."""
         return MappingProxyType(self._live.setdefault(job, {}))

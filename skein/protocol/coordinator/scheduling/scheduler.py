@@ -199,6 +199,8 @@ class Scheduler:
         for job, run in self.runs.items():
             for worker in self._crews.called:
                 self._crews.keep(self._live[worker])
+            if len(self._crews) == len(self._live):
+                return  # As at almost every event.
             for worker in [worker for worker in self._live if self._crews.owner(worker) is None]:
                 self._take(job, run, worker, now=now)
 

@@ -137,15 +137,15 @@ class Desk(Generic[P]):
         for key, payload in outputs.items():
             if is_logged(key):
                 forgotten += self._log.put(key, payload)
-            if generation == self._generation and not (is_logged(key) and self._leaves(op)):
+            if generation == self._generation and not self._leaves(op, key):
                 self.file(generation, key, payload)
         if isinstance(op, ApplyOp):
             self._drop_steps(op.record.step)
         return forgotten
 
-    def _leaves(self, op: Op) -> bool:
-        output = op.output if isinstance(op, ComputeOp) else None
-        return output is not None and output.path.hops[output.hop].worker != self._me
+    def _leaves(self, op: Op, key: TensorKey) -> bool:
+        """Whether what an op made is for another worker, and in the boundary log till it is sent."""
+        return isinstance(op, ComputeOp) and is_logged(key) and op.path.hops[key.hop].worker != self._me
 
     # --- how long it stays ---
 

@@ -64,7 +64,7 @@ class Measured:
                 planned_s = planned.get(time.chunk, 0.0)
                 visits.append(Visit(stage=stage, measured_s=time.total_s, planned_s=planned_s))
         self._stragglers.told(worker, visits)
-        peers = set(plan.workers)
+        peers = {placed.chunk.worker for placed in plan.chunks}
         for transfer in report.transfers:
             is_possible = 0 < transfer.seconds < inf and transfer.num_bytes > 0
             if transfer.sender == worker and transfer.receiver in peers and is_possible:
@@ -122,7 +122,8 @@ class Measured:
             return None
         back = links.get((receiver, sender))
         back_s = 0.0 if back is None else back.latency_s
-        return replace(found, seconds=max(found.seconds - back_s, found.seconds / 2))
+        seconds = max(found.seconds - back_s, found.seconds / 2)
+        return found if seconds == found.seconds else replace(found, seconds=seconds)
 
     def on(self, fleet: Fleet, links: Mapping[_Pair, Link]) -> Fleet:
         """`fleet` with times, speeds and links as measured while this job ran.
