@@ -1,7 +1,7 @@
 """Case to plan, as a user gave it: the problem, what its workers are called, and what looks wrong with it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ class KnownProblem:
 
     `problem` has aggregation wherever it is known; `searched` is what a method is given. `names` are unique.
     `boundary_bytes` is what one boundary tensor weighs, None if nobody said; `start` a routing that is known already;
-    `cost` what the job's aggregation costs among the holders of its stages.
+    `cost_among` tells what the job's aggregation costs among these holders of its stages.
     """
 
     problem: Problem
@@ -53,7 +53,7 @@ class KnownProblem:
     doubts: tuple[LinkDoubt, ...]
     memory: Memory | None = None
     start: Routing | None = None
-    cost: "Estimate | None" = None
+    cost_among: "Callable[[Sequence[Sequence[int]]], Estimate] | None" = None
 
     @property
     def searched(self) -> Problem:
@@ -114,7 +114,7 @@ def _json(text: str, origin: str) -> Mapping[str, object]:
 
 def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
     """A job on a fleet: stages are cut and held as the balanced planner would, and its paths are a first routing."""
-    from client.planning.estimates import estimate_of_plan
+    from client.planning.estimates import estimate_of_holders
     from client.planning.files.fleetfile import parse_fleet_file
     from skein.plan.balanced import make_balanced_plan, pool_of
     from skein.plan.route.evaluate import ordered
@@ -128,6 +128,12 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
     fleet, unused = _timed(fleet, plan.stages)
     posed = pose(job, fleet, plan, pool_of(job, fleet))
     sites = tuple(str(worker.site) for worker in fleet.workers)
+
+    def cost_among(holders: Sequence[Sequence[int]]) -> "Estimate":
+        by_stage = [[fleet.workers[worker].worker for worker in held] for held in holders]
+        everywhere = [*by_stage, by_stage[0]] if plan.layout.comes_back else by_stage
+        return estimate_of_holders(job, fleet, plan.stages, everywhere)
+
     return KnownProblem(
         problem=posed.problem if job.aggregation.walkers.sum_every_step else without_reduction(posed.problem),
         objective=objective,
@@ -137,7 +143,7 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
         doubts=questioned_links(posed.problem.transfer_s, sites),
         memory=_memory(posed, [worker.profile.memory_bytes for worker in fleet.workers]),
         start=ordered(posed.problem, posed.worker_of, posed.path),
-        cost=estimate_of_plan(job, fleet, plan),
+        cost_among=cost_among,
     )
 
 

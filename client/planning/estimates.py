@@ -17,7 +17,7 @@ from skein.plan.cut import cut
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
 from skein.topology.links import LinkMatrices, link_cost_s
-from skein.types import GroupId, StageSpec
+from skein.types import GroupId, StageSpec, WorkerId
 from skein.units import format_bytes
 
 
@@ -112,15 +112,23 @@ def estimate_of_job(job: JobSpec) -> Estimate:
 
 def estimate_of_plan(job: JobSpec, fleet: Fleet, plan: Plan) -> Estimate:
     """Cost of the aggregation of `job` among the holders that `plan` names, over the links of `fleet`."""
+    return estimate_of_holders(job, fleet, plan.stages, [plan.holders(stage.index) for stage in plan.stages])
+
+
+def estimate_of_holders(
+    job: JobSpec, fleet: Fleet, stages: Sequence[StageSpec], holders: Sequence[Sequence[WorkerId]]
+) -> Estimate:
+    """Cost of the aggregation of `job` among these holders of each of `stages`, over the links of `fleet`."""
     position = {worker.worker: i for i, worker in enumerate(fleet.workers)}
-    links, asked = link_cost_s(fleet), _circles(job, plan.stages)
+    links, asked = link_cost_s(fleet), _circles(job, stages)
     circles = []
-    for group in plan.groups:
-        places = [position[worker] for worker in group.workers]
+    for group, reduced in reduced_by_group(job.model, tuple(stages)).items():
+        members = dict.fromkeys(worker for stage in reduced.stages for worker in holders[stage])
+        places = [position[worker] for worker in members]
         sites = tuple(fleet.workers[i].site for i in places)
         among = _among(links, places)
-        circles.append(replace(asked[group.group], num_workers=len(places), sites=sites, links=among))
-    return estimate(job, circles, num_workers=len(plan.workers))
+        circles.append(replace(asked[group], num_workers=len(places), sites=sites, links=among))
+    return estimate(job, circles, num_workers=len({worker for held in holders for worker in held}))
 
 
 def _circles(job: JobSpec, stages: Sequence[StageSpec]) -> Mapping[GroupId, Circle]:

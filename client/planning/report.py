@@ -149,6 +149,7 @@ def report(case: KnownProblem, standing: PortfolioStanding, plan: PlanFound, eff
     routing = plan.routing
     times = timeline(problem, routing)
     bound = None if standing.bound is None else _bound(standing.bound, plan.step_s)
+    holders = [holders_of(problem, routing, stage) for stage in range(problem.num_stages)]
     return Report(
         instance=problem.name,
         method=SEARCH,
@@ -158,16 +159,14 @@ def report(case: KnownProblem, standing: PortfolioStanding, plan: PlanFound, eff
         num_stages=problem.num_stages,
         path_len=problem.path_len,
         num_microbatches=problem.num_microbatches,
-        placement=tuple(
-            _named(case, holders_of(problem, routing, stage)) for stage in range(problem.num_stages)
-        ),
+        placement=tuple(_named(case, held) for held in holders),
         subsets=_subsets(problem, routing),
         paths=_paths(case, problem, routing, times),
         parts=_parts(case, problem, plan, times),
         bound=bound,
         workers=_workers(case, problem, routing),
         links=_links(case, problem, routing),
-        aggregation=case.cost,
+        aggregation=None if case.cost_among is None else case.cost_among(holders),
         warnings=(
             *case.remarks,
             *_doubts(case, problem, routing),

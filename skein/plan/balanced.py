@@ -20,7 +20,7 @@ from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
 from skein.plan.changing.clauses import About, Clause, Clauses
-from skein.plan.changing.silent import with_silent, working
+from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import too_few, violations
 from skein.plan.clock.timing import (
     Traffic,
@@ -100,10 +100,12 @@ def balanced_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     if violations(plan, job, fleet):
         return None
     setting = Setting(job=job, fleet=fleet, pool=pool_of(job, fleet))
-    chunks = tuple(placed.chunk for placed in plan.chunks)
-    slots = {placed.chunk: placed.slots for placed in plan.chunks}
+    at_work = working(plan, set(setting.pool.workers))
+    chunks = tuple(placed.chunk for placed in at_work.chunks)
+    slots = {placed.chunk: placed.slots for placed in at_work.chunks}
     groups = setting.groups(plan.stages, chunks)
-    return setting.predicted_s(plan.stages, plan.paths, plan.schedules, slots, groups)
+    silent_s = slower_s(at_work, job, setting.pool, [placed.chunk for placed in plan.chunks])
+    return setting.predicted_s(plan.stages, plan.paths, at_work.schedules, slots, groups) + silent_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

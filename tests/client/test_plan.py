@@ -103,6 +103,24 @@ def test_json_is_one_object_of_what_the_best_of_several_processes_finds(
     assert parts["step_s"] == pytest.approx(parts["makespan_s"] + parts["exposed_s"])
 
 
+def test_the_ends_of_a_tied_model_cost_the_same_in_every_line_and_that_of_the_plan_shown() -> None:
+    four = FLEET.replace("stages: 2, replicas: 2, layout: loop", "stages: 4, replicas: 1, layout: line")
+    case, found = case_of(four, origin="x"), reported(four)
+    assert case.cost_among is not None
+    # Nothing else is summed, and nothing overlaps with it: it begins with the last backward of the first stage.
+    assert found.aggregation is not None
+    assert found.aggregation.step_s == pytest.approx(found.parts.exposed_s)
+    assert found.aggregation == case.cost_among(
+        [[case.names.index(name) for name in stage] for stage in found.placement]
+    )
+    apart_s, together_s = (
+        case.cost_among(held).step_s for held in ([[0], [1], [2], [3]], [[0], [2], [3], [1]])
+    )
+    assert apart_s is not None
+    assert together_s is not None
+    assert apart_s > 10 * together_s
+
+
 def test_a_fleet_and_a_job_are_planned_for_the_whole_step() -> None:
     found = reported(FLEET)
     assert (found.objective, found.num_microbatches) == ("step", 8)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skein.config.job import JobSpec, PlanSpec, SkipSpec
 from skein.model.reduced import reduced_by_group
-from skein.plan.balanced import make_balanced_plan, pool_of
+from skein.plan.balanced import balanced_step_s, make_balanced_plan, pool_of
 from skein.plan.check import violations
 from skein.plan.clock.timing import reduction_s
 from skein.plan.order import left_undone
@@ -107,6 +107,17 @@ def test_the_ends_of_tied_embeddings_lie_where_summing_them_is_cheap_and_the_ste
     swapped[[0, other]] = swapped[[other, 0]]
     longer = timeline(posed.problem, replace(found, worker_of=swapped)).step_s
     assert longer - timeline(posed.problem, found).step_s > 5.0
+
+
+@settings(max_examples=examples(60))
+@given(st.one_of(jobs(), skipping_jobs()), fleets())
+def test_both_planners_predict_the_same_of_one_plan(spec: JobSpec, on: Fleet) -> None:
+    """Within 5 %: the search's mean under jitter is that much above the walk at most."""
+    plan = make_searched_plan(brief(spec), on, None, 0)
+    assert isinstance(plan, Plan)
+    expected = pytest.approx(plan.predicted_step_s, rel=0.05)
+    assert balanced_step_s(spec, on, plan) == expected
+    assert searched_step_s(spec, on, plan) == expected
 
 
 def test_a_step_is_never_predicted_below_its_own_bound() -> None:

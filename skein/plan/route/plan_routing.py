@@ -69,6 +69,7 @@ def in_time(problem: Problem, routing: Routing) -> Routing | None:
         if found.step_s == before_s:
             break
         before_s = found.step_s
-        # By their ends, for then outputs ask for links.
-        routing = replace(routing, sequence=sequence_of(found.begin_s + seconds))
+        # By their ends, for then outputs ask for links; of those that end together, who takes no time stays behind.
+        ends_s = (found.begin_s + seconds).ravel()[routing.sequence]
+        routing = replace(routing, sequence=routing.sequence[np.argsort(ends_s, kind="stable")])
     return routing
