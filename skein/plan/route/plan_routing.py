@@ -9,7 +9,7 @@ import numpy as np
 
 from skein.plan.order import ways_of
 from skein.plan.plan import Plan, PlannedOp
-from skein.plan.route.evaluate import sequence_of, timeline
+from skein.plan.route.evaluate import timeline
 from skein.plan.route.job_problem import Posed
 from skein.plan.route.kernels.arrays import op_seconds
 from skein.plan.route.problem import I64, Problem, Routing
