@@ -14,7 +14,7 @@ from skein.protocol.messages.reports import Trouble
 from skein.types import JobId, JobState
 from tests.support.desk import Desk
 from tests.support.plans import grid_plan
-from tests.support.reports import hello
+from tests.support.reports import hello, profile
 from tests.support.runs import PAIRS, PAIRS_SPEC, PLAN, SPEC, later, stepping
 
 FIRST, SECOND = JobId("small-1"), JobId("small-2")
@@ -153,6 +153,21 @@ def test_a_job_has_workers_with_its_labels_alone() -> None:
     third = desk.submit(SPEC.model_copy(update={"resources": other}), key="c")
     told = "waiting for workers: it wants 1 at least at here with gpu=a100, memory=80g, and 0 are here"
     assert desk.machine.view.reason_of(third) == told
+
+
+def test_a_job_says_what_workers_it_waits_for_where_as_many_as_it_takes_are_too_small() -> None:
+    desk = stepping()
+    labels = parse_labels(["gpu=small"])
+    for worker in ("x", "y", "z"):
+        desk.report(worker, replace(hello(worker), labels=labels, profile=profile(memory_bytes=2**22)))
+    resources = ResourcesSpec(labels={"gpu": "small"}, max_workers=1)
+    second = desk.submit(SPEC.model_copy(update={"resources": resources}), key="b")
+    told = desk.machine.view.reason_of(second)
+    assert told.startswith("waiting for other workers with gpu=small: ")
+    assert "of memory" in told
+    longer = SPEC.model_copy(update={"resources": resources.model_copy(update={"max_workers": 2})})
+    third = desk.submit(longer, key="c")
+    assert crews(desk)[third] == ("x", "y")
 
 
 def test_a_job_that_wants_more_workers_than_are_here_says_so() -> None:

@@ -1,6 +1,7 @@
 """The rule by which jobs share workers."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import inf
 
 from hypothesis import given
@@ -99,6 +100,15 @@ def test_a_gang_that_does_not_fit_waits_and_who_comes_after_does_not() -> None:
 
 def test_a_gang_grows_until_a_plan_exists() -> None:
     assert counts([ask("a", useful=2, needs=5), ask("b", 1, useful=2)], stands({}))["a"] >= 5
+
+
+def test_a_gang_is_made_of_workers_with_memory_where_those_that_cost_less_have_too_little() -> None:
+    workers = [WorkerStand(worker=w, owner=None, memory_bytes=int(w in EIGHT[5:])) for w in EIGHT]
+    large = replace(ask("a", useful=2, most=2), fits=lambda gang: len(gang & set(EIGHT[5:])) >= 2)
+    shares = share([large, ask("b", 1)], workers)
+    assert shares.of(large.job) == set(EIGHT[5:7])
+    again = [replace(x, owner=large.job if x.worker in EIGHT[5:7] else None) for x in workers]
+    assert share([replace(large, is_active=True), ask("b", 1)], again).of(large.job) == set(EIGHT[5:7])
 
 
 def test_a_higher_priority_takes_what_its_plan_uses_and_leaves_a_gang() -> None:

@@ -283,11 +283,15 @@ class Scheduler:
                 owner=owner,
                 place=places.get(worker, inf),
                 bound_for=self._crews.bound_for(worker),
+                memory_bytes=self._memory_bytes(worker),
             )
             for worker in sorted(self._live)
             if not self._live[worker].is_leaving
             for owner in (self._crews.owner(worker),)
         ]
+
+    def _memory_bytes(self, worker: WorkerId) -> int:
+        return self._live[worker].hello.profile.memory_bytes
 
     # --- carrying it out ---
 
@@ -330,7 +334,10 @@ class Scheduler:
             return f"waiting for {', '.join(sorted(coming))} to end a step of another job"
         if len(may_use) < least or not may_use:
             return f"waiting for workers: it wants {least} at least{where}, and {len(may_use)} are here"
-        if (lacking := self._fitting.lacks(job, may_use)) is not None:
+        roomy = sorted(sorted(may_use), key=self._memory_bytes, reverse=True)[
+            : job.spec.resources.max_workers
+        ]
+        if (lacking := self._fitting.lacks(job, frozenset(roomy))) is not None:
             return f"waiting for other workers{where}: {lacking}"
         wants = f"it wants {least} of {len(may_use)} workers{where} at least"
         kept_for = sorted({shares.kept_for[worker] for worker in may_use & shares.kept_for.keys()})

@@ -60,7 +60,7 @@ class JobAsk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStand:
-    """Standing of a worker: whose it is, and for whom it was called away.
+    """Standing of a worker: whose it is, for whom it was called away, and the memory that it has.
 
     `place` is its number among the holders of its stage in that job's plan, infinite if no plan uses it: the
     first of all stages are a whole copy, which a job keeps.
@@ -70,6 +70,7 @@ class WorkerStand:
     owner: JobId | None
     place: float = inf
     bound_for: JobId | None = None
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +163,16 @@ class _Sharing:
         return sorted(ask.may_use & self._workers.keys() - self._given.keys(), key=cost)
 
     def _gang(self, ask: JobAsk, workers: Sequence[WorkerId], room: float = inf) -> Sequence[WorkerId] | None:
-        """The first of these on which a plan exists, no fewer than the job asks for; None if all are too few."""
-        for size in range(max(1, ask.num_least), len(workers) + 1):
-            if size > min(ask.num_most, room):
-                break
-            if ask.fits(frozenset(workers[:size])):
-                return workers[:size]
+        """The first of these on which a plan exists, no fewer than the job asks for; None if all are too few.
+
+        Of as many the ones with most memory are tried where the first do not do.
+        """
+        roomy = sorted(workers, key=lambda worker: -self._workers[worker].memory_bytes)
+        most = int(min(len(workers), ask.num_most, room))
+        for size in range(max(1, ask.num_least), most + 1):
+            for gang in (workers[:size], roomy[:size]):
+                if ask.fits(frozenset(gang)):
+                    return gang
         return None
 
     def _give_gang(self, ask: JobAsk) -> None:
