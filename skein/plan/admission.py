@@ -16,6 +16,7 @@ from skein.errors import UserError
 from skein.model.decoder import DecoderModel
 from skein.model.layers import tied_names
 from skein.plan.cut import check_job
+from skein.plan.paths import widest_jump
 from skein.topology.stability import Stable, Verdict, verdict
 
 _MOST_JUDGED = 64
@@ -38,6 +39,8 @@ def check_admissible(job: JobSpec) -> None:
         UserError: the first thing that is wrong, and what would be right.
     """
     check_job(job)
+    _check_jump(job)
+    _check_most_workers(job)
     _check_warmup(job)
     _check_ties(job)
     if job.aggregation.neighbourhood is not None:
@@ -65,6 +68,24 @@ def _check_warmup(job: JobSpec) -> None:
     if steps > job.total_steps and steps != default:
         hint = f"the job has {job.total_steps} steps: give at most {job.total_steps}, or a larger budget"
         raise UserError("optimizer.warmup_steps", steps, hint)
+
+
+def _check_jump(job: JobSpec) -> None:
+    """Stages are left out in rotation, whoever makes the plan."""
+    most, stages = job.skip.max_jump, job.parallel.stages
+    least = widest_jump(stages, job.num_visited_stages, job.parallel.layout)
+    if most is not None and most < least:
+        hint = f"leaving stages out in rotation jumps {least} at once: give at least {least}, or null"
+        raise UserError("skip.max_jump", most, hint)
+
+
+def _check_most_workers(job: JobSpec) -> None:
+    """A worker may hold every stage, but one holder of each only: robust combiners want several to choose from."""
+    robust, most = job.aggregation.combiner, job.resources.max_workers
+    least = job.parallel.stages * robust.least_members
+    if robust.least_members > 1 and most is not None and most < least:
+        hint = f"{robust.kind} needs {robust.least_members} holders of each stage: give at least {least}, or null"
+        raise UserError("resources.max_workers", most, hint)
 
 
 def _check_stability(job: JobSpec, rule: Neighbourhood) -> None:

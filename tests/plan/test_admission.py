@@ -11,7 +11,10 @@ from skein.config.load import parse_job
 from skein.errors import UserError
 from skein.model.layers import tied_names
 from skein.plan.admission import check_admissible, settled_job
+from skein.plan.balanced import make_balanced_plan
+from skein.plan.plan import Infeasible, Plan
 from tests.contract.source import ROOT
+from tests.plan.builders import fleet
 
 GOOD = """
 name: admitted
@@ -24,6 +27,15 @@ budget: {steps: 400}
 UNTIED = "model.shape.tie_word_embeddings=false"
 ONE_BIT = ("aggregation={rule: one_bit_lamb, warmup_steps: 60}", "optimizer.name=lamb")
 DILOCO = ("aggregation.rule=diloco",)
+
+
+def refusal(asked: JobSpec) -> str:
+    """The refusal of a job; empty if it is admitted."""
+    try:
+        check_admissible(asked)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def job(*overrides: str) -> JobSpec:
@@ -70,6 +82,36 @@ def test_who_named_a_preset_is_told_how_to_untie_it() -> None:
 def test_what_no_fleet_could_run_is_refused_first() -> None:
     with pytest.raises(UserError, match=r"^parallel.stages: 9: the model has 6 layers to cut"):
         check_admissible(job(*DILOCO, "parallel.stages=9"))
+
+
+@pytest.mark.parametrize("kind", ["trimmed_mean", "krum, bad: 0"])
+@pytest.mark.parametrize("layout", ["line", "loop"])
+@pytest.mark.parametrize("most", range(1, 9))
+def test_a_job_whose_most_workers_are_too_few_for_its_combiner_is_refused_and_no_other(
+    most: int, layout: str, kind: str
+) -> None:
+    parallel = f"parallel={{stages: 2, replicas: 4, layout: {layout}}}"
+    asked = job(UNTIED, parallel, f"aggregation.robust={{kind: {kind}}}", f"resources.max_workers={most}")
+    placed = make_balanced_plan(asked, fleet([1e9] * most), None, 0)
+    wanted = f"resources.max_workers: {most}: {kind[:4]}" if isinstance(placed, Infeasible) else ""
+    told = refusal(asked)
+    assert told.startswith(wanted)
+    assert told.endswith(" needs 3 holders of each stage: give at least 6, or null") == bool(wanted)
+    assert bool(told) == bool(wanted)
+
+
+def test_a_job_whose_jumps_are_too_short_for_its_rotation_is_refused_and_no_other() -> None:
+    short, cured = (
+        job(UNTIED, "parallel.stages=5", f"skip={{ratio: 0.4, max_jump: {most}}}") for most in (2, 3)
+    )
+    with pytest.raises(UserError) as caught:
+        check_admissible(short)
+    assert str(caught.value) == (
+        "skip.max_jump: 2: leaving stages out in rotation jumps 3 at once: give at least 3, or null"
+    )
+    assert isinstance(make_balanced_plan(short, fleet([1e9] * 20), None, 0), Infeasible)
+    check_admissible(cured)
+    assert isinstance(make_balanced_plan(cured, fleet([1e9]), None, 0), Plan)
 
 
 # --- stability ---
