@@ -102,7 +102,7 @@ class WorkerDriver:
         self._building: asyncio.Task[io.Built | io.BuildFailed] | None = None
         self._children: set[asyncio.Task[None]] = set()
         self._saved: Saved | None = None
-        """Copied by the op that has ended last, till the machine says that it is to be written."""
+        """Copied by the op that has ended last, till the machine hears of that."""
         self._num_saving = 0
         self._timer: asyncio.TimerHandle | None = None
         self._exit: io.Exit | None = None
@@ -121,7 +121,7 @@ class WorkerDriver:
                 self._carry_out(command)
                 self._watch(f"after {named_moment(command)}")
             if isinstance(event, io.OpEnded):
-                # What is still here was saved for a job that is over.
+                # What is still here was copied after its job was over.
                 self._saved = None
             self._follow_generation()
             self._set_timer()
@@ -233,6 +233,8 @@ class WorkerDriver:
         self._inbox.post(io.OpEnded(op=op, outcome=done.outcome, seconds=ran.seconds))
 
     def _forget_job(self) -> None:
+        # The machine has not heard yet that the op has ended: who awaits the checkpoint may lack this alone.
+        self._save_copied()
         self._cancel_build()
         self._metrics.step_abandoned()
         self._desk.forget()
@@ -278,12 +280,16 @@ class WorkerDriver:
             self._building.cancel()
 
     def _complete(self) -> None:
+        if self._saved is not None:
+            self._save_copied()
+        elif self._machine.job is not None:
+            self._copies.snapshot_begun(self._machine.job)
+
+    def _save_copied(self) -> None:
         saved, self._saved = self._saved, None
         if saved is not None:
             self._num_saving += 1
             self._begin(self._save(saved))
-        elif self._machine.job is not None:
-            self._copies.snapshot_begun(self._machine.job)
 
     async def _save(self, saved: Saved) -> None:
         event = await self._saver.save(saved)
