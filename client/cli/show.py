@@ -131,8 +131,14 @@ def job_lines(status: JobStatus) -> list[str]:
         "rule": estimate_of_job(spec).words,
         "data": _data(status, spec),
         "checkpoint": checkpoint,
+        **({"quotas": quotas_text(status)} if status.quotas else {}),
     }
     return [f"{name:<11}{text}" for name, text in fields.items()]
+
+
+def quotas_text(status: JobStatus) -> str:
+    """Quotas of a job's namespace, and how much of each its jobs have."""
+    return f"{status.namespace}: {', '.join(use.shown for use in status.quotas)}"
 
 
 def late_samples(status: JobStatus) -> str:

@@ -24,6 +24,7 @@ from prometheus_client import generate_latest as render_text
 import skein
 from coordinator.records.journal import Fold, job_of_record
 from coordinator.telling.exporting import MAX_LABELS, MAX_WORKERS, StatisticsCollector, counts_by_name
+from coordinator.telling.queued import QueueGauges
 from coordinator.telling.status import chunk_times
 from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator.runs.watching.measuring import Measured
@@ -198,10 +199,7 @@ class CoordinatorMetrics:
         self._incidents = _Incidents(registry)
         # --- the coordinator ---
         self._jobs_by_state = new_gauge("skein_jobs", "Jobs, by state", ["state"])
-        self._queue = new_gauge("skein_queue_jobs", "Jobs that wait for workers")
-        self._waiting = new_gauge(
-            "skein_queue_waiting_seconds", "So long a job has waited for workers", ["job"]
-        )
+        self._queue = QueueGauges(registry)
         self._workers = new_gauge("skein_workers", "Workers, by state", ["state"])
         self._lease = new_gauge("skein_lease_remaining_seconds", "Until a worker counts as lost", ["worker"])
         self._generation = new_gauge("skein_generation_number", "Of the newest plan")
@@ -394,7 +392,7 @@ class CoordinatorMetrics:
         self._sample_relays(view, relay)
         self._lag.set(lag_s)
         _set_by_state(self._jobs_by_state, JobState, [view.state_of(job) for job in history.jobs])
-        self._sample_queue(view, now=now)
+        self._queue.sample(view, now=now)
         _set_by_state(self._workers, WorkerState, [worker.state for worker in workers])
         leased = sorted(live)[:MAX_WORKERS]
         for worker in leased:
@@ -417,14 +415,6 @@ class CoordinatorMetrics:
         self._certificates.clear()
         for labels in sorted(left_s)[:MAX_WORKERS]:
             self._certificates.labels(*labels).set(left_s[labels])
-
-    def _sample_queue(self, view: CoordinatorView, *, now: float) -> None:
-        """Jobs that wait for workers, and since when those have that wait longest."""
-        since = {job: at for job in view.history.jobs if (at := view.waits_since_s(job)) is not None}
-        self._queue.set(len(since))
-        self._waiting.clear()
-        for job in sorted(since, key=lambda job: since[job])[:MAX_LABELS]:
-            self._waiting.labels(job).set(max(0.0, now - since[job]))
 
     def _sample_relays(self, view: CoordinatorView, relay: Switchboard) -> None:
         """Relays that carry, and what this host carried."""

@@ -59,6 +59,7 @@ def job_status(view: CoordinatorView, journal: Journal, job: JobId) -> JobStatus
         num_train_samples=0 if history.counted is None else history.counted.num_train_samples,
         waiting_since_wall_s=view.waits_since_s(job),
         namespace=history.namespace,
+        quotas=view.quotas.of(history.namespace),
     )
 
 

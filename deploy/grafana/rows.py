@@ -247,6 +247,18 @@ _WORKERS = Row(
             queries=(_query("skein_queue_waiting_seconds or vector(0)", "{{job}}"),),
             unit=units.Seconds,
         ),
+        Panel(
+            title="Stored, by namespace",
+            about="Checkpoints of its jobs, wherever they lie.",
+            queries=(_query("skein_stored_bytes", "{{namespace}}"),),
+            unit=units.BytesIEC,
+        ),
+        Panel(
+            title="Use of quotas",
+            about="Share of what the operator lets a namespace take; nothing where nothing is bounded.",
+            queries=(_query("skein_quota_used_ratio or vector(0)", "{{namespace}} {{quota}}"),),
+            unit=units.PercentUnit,
+        ),
     ),
 )
 

@@ -1,6 +1,8 @@
 """Quotas: what a coordinator's operator lets the jobs of one namespace take together."""
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Final
 
@@ -10,7 +12,7 @@ from skein.config.explain import explain_mistakes
 from skein.config.load import Document, JobFileErrors, parse_document
 from skein.errors import UserError
 from skein.spec import Spec
-from skein.units import parse_bytes
+from skein.units import format_bytes, parse_bytes
 
 _SIZES: Final = ("job_bytes", "stored_bytes")
 _MOST = 2**60
@@ -42,6 +44,25 @@ class QuotaSpec(Spec):
         if not isinstance(values, dict):
             return values
         return {key: _bytes(key, value) if key in _SIZES else value for key, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaUse:
+    """Quota of a namespace that has a bound: its name, how much there is of it, and the bound."""
+
+    quota: str
+    used: int
+    most: int
+
+    @property
+    def shown(self) -> str:
+        """Use and bound, for people.
+
+        >>> QuotaUse(quota="stored_bytes", used=1 << 30, most=4 << 30).shown
+        'stored_bytes 1.0 GiB of 4.0 GiB'
+        """
+        show: Callable[[int], str] = format_bytes if self.quota.endswith("_bytes") else str
+        return f"{self.quota} {show(self.used)} of {show(self.most)}"
 
 
 class QuotasSpec(Spec):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from skein.config.quota import QuotaUse
 from skein.config.resources import Label
 from skein.plan.changing.redundancy import Shortfall
 from skein.plan.plan import ChunkTime, TransferTime
@@ -159,6 +160,8 @@ class JobStatus:
     """Wall-clock time since which it has waited for workers; None: it does not wait."""
     namespace: str = DEFAULT_NAMESPACE
     """Namespace that owns it."""
+    quotas: tuple[QuotaUse, ...] = ()
+    """Quotas of that namespace that have a bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,13 @@ from coordinator.telling.exporting import MAX_LABELS, MAX_WORKERS
 from coordinator.telling.exposition import Exposition, targets
 from coordinator.telling.metrics import MAX_JOBS, CoordinatorMetrics
 from coordinator.telling.status import Roster
+from skein.config.quota import QuotaSpec, QuotasSpec
 from skein.plan.plan import Infeasible
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import ReportArrived
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import Diverged, IncidentKind, Record, Remedy, RolledBack
-from skein.protocol.messages.directives import Count
+from skein.protocol.messages.directives import CheckpointFile, Count
 from skein.protocol.messages.reports import Beat, EvaluationDone
 from skein.protocol.messages.tensors import Phase
 from skein.types import Generation, JobId, MicrobatchId, Step, WorkerId
@@ -388,3 +389,15 @@ def test_room_on_the_disk_of_the_state_directory_is_shown(tmp_path: Path) -> Non
     assert 0 < free <= size
     metrics.watch_disk(tmp_path / "gone")
     assert "skein_state_free_bytes NaN" in metrics.render().decode()
+
+
+def test_stored_bytes_and_use_of_quotas_are_shown_by_namespace() -> None:
+    machine = Coordinator(quotas=QuotasSpec(default=QuotaSpec(stored_bytes=1000, queued_jobs=4)))
+    file = CheckpointFile(name="stage-000.model.safetensors", num_bytes=250, sha256="", tensors=())
+    machine.replay((*LOG[:-1], checkpointed(JOB, 5, file)))
+    metrics = CoordinatorMetrics()
+    sampled(metrics, machine)
+    found = samples(metrics)
+    assert found["skein_stored_bytes", ("default",)] == 250
+    assert found["skein_quota_used_ratio", ("stored_bytes", "default")] == 0.25
+    assert found["skein_quota_used_ratio", ("queued_jobs", "default")] == 0.25

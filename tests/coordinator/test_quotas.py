@@ -43,6 +43,8 @@ async def test_a_namespace_whose_queue_is_full_is_refused_and_others_are_not(tmp
             assert error.hint.startswith(
                 "so many jobs of namespace lab wait already: cancel or pause some, or ask"
             )
+            [first, _] = (await jobs_pb2_grpc.JobsStub(lab).List(jobs_pb2.ListJobsRequest())).jobs
+            assert [(use.quota, use.used, use.most) for use in first.quotas] == [("queued_jobs", 2, 2)]
             # Who sends a key again asks for nothing new.
             assert (await submit(lab, "key-1")).job == made[1]
             assert (await submit(mill)).is_new

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from skein.config.job import JobSpec
-from skein.config.quota import QuotaSpec, QuotasSpec
+from skein.config.quota import QuotaSpec, QuotasSpec, QuotaUse
 from skein.config.resources import ResourcesSpec
 from skein.protocol.coordinator.coordinator_io import (
     CancelAsked,
@@ -16,7 +16,7 @@ from skein.protocol.coordinator.coordinator_io import (
     SubmitAsked,
     WriteManifest,
 )
-from skein.protocol.coordinator.quotas import OverQuotaError, QuotaUse
+from skein.protocol.coordinator.quotas import OverQuotaError
 from skein.protocol.coordinator.runs.checkpoints.savings import LATER_S
 from skein.protocol.log.records import CheckpointCommitted, JobSubmitted, Record
 from skein.protocol.messages.directives import CheckpointFile, Save

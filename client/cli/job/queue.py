@@ -3,8 +3,10 @@
 import json
 import time
 
+import click
+
 from client.cli.options import connect_client, remote_command
-from client.cli.show import duration, print_listed
+from client.cli.show import duration, print_listed, quotas_text
 from skein.wire.views import JobStatus
 
 QUEUE_COLUMNS = ("JOB", "PRIORITY", "STATE", "WORKERS", "WAITING", "WHY")
@@ -17,6 +19,9 @@ def queue(*, is_json: bool) -> None:
         found = [status for status in client.jobs() if not status.state.is_final]
     found.sort(key=lambda status: (-_priority(status), status.submitted_wall_s))
     print_listed(found, QUEUE_COLUMNS, queue_row, nothing="no job waits or works", is_json=is_json)
+    if not is_json:
+        for line in sorted({quotas_text(status) for status in found if status.quotas}):
+            click.echo(f"quotas of {line}")
 
 
 def _priority(status: JobStatus) -> int:

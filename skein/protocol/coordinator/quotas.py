@@ -7,43 +7,24 @@ Rules of this file
   be lost, or workers held. Until there is room again its namespace submits nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from skein.config.explain import Words
 from skein.config.job import JobSpec
-from skein.config.quota import QuotasSpec
+from skein.config.quota import QuotasSpec, QuotaUse
 from skein.errors import UserError
 from skein.protocol.coordinator.runs.checkpoints.keeping import kept_with
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import CheckpointCommitted
 from skein.types import JobId, Step
-from skein.units import format_bytes
 
 _MORE = "or ask the operator of the coordinator for a larger quota"
 
 
 class OverQuotaError(UserError):
     """Request of a client that is beyond the quota of its namespace; later it may work."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuotaUse:
-    """Quota of a namespace that has a bound: its name, how much there is of it, and the bound."""
-
-    quota: str
-    used: int
-    most: int
-
-    @property
-    def shown(self) -> str:
-        """Use and bound, for people.
-
-        >>> QuotaUse(quota="stored_bytes", used=1 << 30, most=4 << 30).shown
-        'stored_bytes 1.0 GiB of 4.0 GiB'
-        """
-        show: Callable[[int], str] = format_bytes if self.quota.endswith("_bytes") else str
-        return f"{self.quota} {show(self.used)} of {show(self.most)}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,6 +108,14 @@ def stored_bytes(history: History, namespace: str) -> int:
     return sum(
         sum(map(size_of, job.checkpoints)) for job in history.jobs.values() if job.namespace == namespace
     )
+
+
+def stored_by_namespace(history: History) -> Mapping[str, int]:
+    """Bytes of the checkpoints of all jobs, by the namespaces that have jobs."""
+    found: Counter[str] = Counter()
+    for job in history.jobs.values():
+        found[job.namespace] += sum(map(size_of, job.checkpoints))
+    return found
 
 
 def stored_with(history: History, job: JobHistory, version: Step, num_bytes: int) -> int:

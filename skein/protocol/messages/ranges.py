@@ -79,7 +79,7 @@ _FIELDS = {
         "microbatch microbatches num_microbatches ledger forwards outputs gradients slots num_paths "
         "num_evaluation_paths evaluation_paths"
     ),
-    BYTES: "num_bytes memory_bytes missing_bytes offset shape",
+    BYTES: "num_bytes memory_bytes missing_bytes offset shape used most",
     SECONDS: (
         "seconds forward_s backward_s loss_s latency_s running_s elapsed_s lease_s beat_s beat_age_s "
         "measured_age_s link_s silent_s fenced_s step_s measured_step_s predicted_step_s lower_bound_s life_s"

@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 
 from client.cli import run
+from skein.config.quota import QuotaUse
 from skein.plan.changing.redundancy import LeftOut, Shortfall
 from skein.types import JobId, JobState, StageIndex, WorkerId
 from skein.wire.shown.plain import plain
@@ -154,6 +155,23 @@ def test_a_prediction_that_is_far_off_is_told_instead_of_how_good_the_plan_is(
     assert "no plan below" not in out
     [row] = [line for line in out.splitlines() if line.startswith("step ")]
     assert row.split()[-2:] == ["657", "times"]
+
+
+def test_quotas_of_a_jobs_namespace_are_shown(coordinator: Scripted, capsys: Captured) -> None:
+    [name] = coordinator.script.jobs
+    uses = (
+        QuotaUse(quota="workers", used=2, most=4),
+        QuotaUse(quota="stored_bytes", used=1 << 30, most=4 << 30),
+    )
+    coordinator.script.jobs[name] = replace(coordinator.script.jobs[name], quotas=uses, namespace="lab")
+    shown = "lab: workers 2 of 4, stored_bytes 1.0 GiB of 4.0 GiB"
+    assert run(["queue"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"quotas of {shown}"
+    assert run(["status", name]) == 0
+    assert f"quotas     {shown}" in capsys.readouterr().out
+    assert run(["status", name, "--json"]) == 0
+    [found] = lines(capsys.readouterr().out)
+    assert found["quotas"] == plain(uses)
 
 
 def test_the_queue_tells_whose_turn_it_is_and_what_the_others_wait_for(

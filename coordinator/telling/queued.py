@@ -1,0 +1,42 @@
+"""Metrics of jobs that wait, and of what namespaces have of their quotas."""
+
+from collections import Counter
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from coordinator.telling.exporting import MAX_LABELS
+from skein.protocol.coordinator.quotas import stored_by_namespace
+from skein.protocol.coordinator.view import CoordinatorView
+
+
+class QueueGauges:
+    """Gauges that follow from the state of the moment; labels are those that have waited longest, or store most."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._queue = Gauge("skein_queue_jobs", "Jobs that wait for workers", registry=registry)
+        self._waiting = Gauge(
+            "skein_queue_waiting_seconds", "So long a job has waited for workers", ["job"], registry=registry
+        )
+        self._quotas = Gauge(
+            "skein_quota_used_ratio",
+            "Share of a bounded quota that its namespace has",
+            ["namespace", "quota"],
+            registry=registry,
+        )
+        self._stored = Gauge(
+            "skein_stored_bytes", "Checkpoints of a namespace's jobs", ["namespace"], registry=registry
+        )
+
+    def sample(self, view: CoordinatorView, *, now: float) -> None:
+        """Take the state of the moment."""
+        since = {job: at for job in view.history.jobs if (at := view.waits_since_s(job)) is not None}
+        self._queue.set(len(since))
+        self._waiting.clear()
+        for job in sorted(since, key=lambda job: since[job])[:MAX_LABELS]:
+            self._waiting.labels(job).set(max(0.0, now - since[job]))
+        self._quotas.clear()
+        self._stored.clear()
+        for namespace, num_bytes in Counter(stored_by_namespace(view.history)).most_common(MAX_LABELS):
+            self._stored.labels(namespace).set(num_bytes)
+            for use in view.quotas.of(namespace):
+                self._quotas.labels(namespace, use.quota).set(use.used / use.most)
