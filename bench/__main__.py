@@ -7,6 +7,7 @@ NAMES = (
     "chaos",
     "detect",
     "hostile",
+    "lying",
     "overhead",
     "plan",
     "recovery",

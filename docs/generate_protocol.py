@@ -154,7 +154,7 @@ MESSAGES = (
         | plan.ChunkTime
         | plan.TransferTime
         | directives.CheckpointFile
-        | directives.Count,
+        | reports.Count,
     ),
     Table(title="Phase", members=tensors.Phase),
     Table(title="Decision", members=directives.Decision),

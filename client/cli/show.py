@@ -126,6 +126,7 @@ def job_lines(status: JobStatus) -> list[str]:
         "workers": f"{status.num_workers}, generation {status.generation}",
         "holders": "; ".join(found.words for found in status.shortfalls)
         or (_NONE if not status.plan else "as asked"),
+        **({"quarantined": ", ".join(status.quarantined)} if status.quarantined else {}),
         "incidents": incidents,
         "plan": status.plan or _NONE,
         "rule": estimate_of_job(spec).words,

@@ -35,6 +35,7 @@ from skein.protocol.log.records import (
     JobResumed,
     JobSubmitted,
     PlanAdopted,
+    Quarantined,
     Record,
     RolledBack,
     StepCommitted,
@@ -97,7 +98,7 @@ class Fold:
         match record:
             case EpochOpened() | PlanAdopted() | Drained() | HaltAsked():
                 return None
-            case Averaged() | Diverged() | CheckpointChecked():  # Others tell of them.
+            case Averaged() | Diverged() | CheckpointChecked() | Quarantined():  # Others tell of them.
                 return None
             case JobSubmitted():
                 return StateChanged(state=JobState.PENDING, reason="submitted"), record.wall_s

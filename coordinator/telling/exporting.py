@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from skein.protocol.messages.directives import Count
+from skein.protocol.messages.reports import Count
 from skein.types import WorkerId
 
 MAX_WORKERS = 256

@@ -48,6 +48,7 @@ from skein.protocol.log.records import (
     JobResumed,
     JobSubmitted,
     PlanAdopted,
+    Quarantined,
     Record,
     Remedy,
     RolledBack,
@@ -192,6 +193,9 @@ class CoordinatorMetrics:
         self._rollbacks = self._counter("skein_rollbacks_total", "Returns to an older version")
         self._lost_steps = self._counter("skein_rolled_back_steps_total", "Steps given up by rollbacks")
         self._divergences = self._counter("skein_divergences_total", "Times that training learned no more")
+        self._quarantined = self._counter(
+            "skein_quarantined_workers_total", "Workers that were shown to contribute wrongly"
+        )
         self._step_seconds = new_histogram(
             "skein_step_seconds", "From one commit to the next", ["job"], buckets=STEP_BUCKETS
         )
@@ -319,6 +323,8 @@ class CoordinatorMetrics:
                 self._version.labels(job).set(record.to_version)
             case Diverged():
                 self._divergences.labels(job).inc()
+            case Quarantined():
+                self._quarantined.labels(job).inc()
             case Incident():
                 self._incidents.ended(record)
             case JobEnded() | JobHeld():
@@ -361,6 +367,7 @@ class CoordinatorMetrics:
                 self._rollbacks,
                 self._generations,
                 self._divergences,
+                self._quarantined,
             ):
                 counter.labels(job)
             if len(self._jobs) > MAX_JOBS:

@@ -60,6 +60,7 @@ def job_status(view: CoordinatorView, journal: Journal, job: JobId) -> JobStatus
         waiting_since_wall_s=view.waits_since_s(job),
         namespace=history.namespace,
         quotas=view.quotas.of(history.namespace),
+        quarantined=tuple(sorted(history.quarantined)),
     )
 
 

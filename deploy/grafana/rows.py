@@ -449,6 +449,11 @@ _INCIDENTS = Row(
             unit=units.Seconds,
         ),
         Panel(
+            title="Quarantined workers",
+            about="Workers that others have shown to contribute wrongly, all jobs together.",
+            queries=(_query("sum(skein_quarantined_workers_total) or vector(0)", "workers"),),
+        ),
+        Panel(
             title="Time in recovery",
             about="All incidents added up, by kind.",
             queries=(_query("sum by (kind) (skein_incident_seconds_sum)", "{{kind}}"),),

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from skein.config.aggregation import AggregationSpec, AllReduce
+from skein.config.checks import ChecksSpec
 from skein.config.explain import Words
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
 from skein.config.resources import ResourcesSpec
@@ -280,6 +281,7 @@ class JobSpec(Spec):
     on_divergence: Literal["stop", "rewind", "ignore"] = "stop"
     """Remedy if losses are not finite, or far above what was learned: `stop` fails and keeps the last good checkpoint;
     `rewind` goes back to it, up to three times, with half the learning rate each time; `ignore` goes on."""
+    checks: ChecksSpec = ChecksSpec()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Jobs with a higher one get workers first, and may have others saved and set aside."""
@@ -300,6 +302,9 @@ class JobSpec(Spec):
             hint = f"with {num_visited} of {self.parallel.stages} stages the last is not reached: give at least {least}"
             raise UserError("skip.max_jump", most, hint)
         self.aggregation.check(self)
+        if self.checks.fraction and not self.aggregation.is_additive:
+            hint = f"{self.aggregation.rule} does not end each step with a plain sum that others could repeat: give 0"
+            raise UserError("checks.fraction", self.checks.fraction, hint)
         return self
 
     def _check_skip_ratio(self) -> None:

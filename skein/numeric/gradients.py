@@ -11,6 +11,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from skein import rng
+from skein.numeric.sketch import SKETCH_LENGTH
+
 _ROW = 4096  # one row is summed by one thread, so its sum does not depend on how many there are
 _PIECE = 256 * _ROW  # bounds the float64 copy that a squared norm makes
 
@@ -86,6 +89,34 @@ def digest(flat: Tensor) -> str:
         raise ValueError("only a contiguous tensor has bytes in order")
     raw = flat.detach().cpu().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(raw.data, digest_size=16).hexdigest()
+
+
+def sketch(named: Mapping[str, Tensor], seed: int) -> tuple[float, ...]:
+    """`SKETCH_LENGTH` random projections of tensors: each element, with a sign of its own, is added to one of them.
+
+    Sketches are linear, so they add up over any cut into stages, and their squared norm is that of the tensors in the
+    mean. Signs follow from the seed, the tensor's name and the element's place, on every device alike.
+
+    Source: Charikar, Chen and Farach-Colton, "Finding frequent items in data streams" (2002), with places in turn.
+    """
+    total = torch.zeros(SKETCH_LENGTH, dtype=torch.float64)
+    for name in sorted(named):
+        key = rng.key(seed, name) >> 1
+        for start, piece in enumerate(torch.split(named[name].detach().reshape(-1), _PIECE)):
+            signed = _signs(piece, key + start * _PIECE).mul_(piece)
+            padded = torch.nn.functional.pad(signed, (0, -signed.numel() % SKETCH_LENGTH))
+            total += padded.view(-1, SKETCH_LENGTH).sum(dim=0).cpu()
+    return tuple(total.tolist())
+
+
+def _signs(like: Tensor, first: int) -> Tensor:
+    """A sign for each of these elements, of which the first has this number: +1 or -1 in float64, as if by chance."""
+    at = torch.arange(like.numel(), dtype=torch.int64, device=like.device) + first
+    # Two rounds of a multiplicative hash: products wrap around at 64 bits.
+    for factor, shift in ((-7046029254386353131, 32), (-4417276706812531889, 29)):
+        at = at * factor
+        at ^= at >> shift
+    return (at & 2).to(torch.float64).sub_(1.0)
 
 
 def shard_bounds(num_elements: int, num_shards: int) -> tuple[tuple[int, int], ...]:

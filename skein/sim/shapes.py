@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from skein.config.aggregation import AllReduce
+from skein.config.checks import ChecksSpec
 from skein.config.job import (
     BatchSpec,
     BudgetSpec,
@@ -41,6 +42,8 @@ class SimShape:
     pattern: PatternName = "auto"
     num_slow: int = 0
     """The last of the workers: too slow for a microbatch, so they hold stages silently."""
+    checked: float = 0.0
+    """Share of the steps that are computed again without one worker."""
     rule: str = ""
     """A word of `RULES`; none: plain sums along `pattern`, and AdamW."""
     others: tuple["SimShape", ...] = ()
@@ -71,6 +74,7 @@ class SimShape:
             skip=SkipSpec(ratio=self.skip_ratio),
             aggregation=aggregation,
             optimizer=optimizer,
+            checks=ChecksSpec(fraction=self.checked),
             budget=BudgetSpec(steps=steps),
             evaluation=EvaluationSpec(every_steps=every, samples=4),
             checkpoint=CheckpointSpec(every_steps=every, keep=2),
@@ -102,7 +106,7 @@ def _one(text: str) -> SimShape:
         stages, replicas = (int(number) for number in words.pop(0).split("x"))
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
         pattern: PatternName = "auto"
-        rule, num_slow = "", 0
+        rule, num_slow, checked = "", 0, 0.0
         while words:
             match words.pop(0):
                 case "tied":
@@ -119,6 +123,8 @@ def _one(text: str) -> SimShape:
                     num_workers = int(words.pop(0))
                 case "slow":
                     num_slow = int(words.pop(0))
+                case "checked":
+                    checked = float(words.pop(0))
                 case other:
                     raise UserError("shape", other, _HINT)
     except (ValueError, IndexError) as error:
@@ -133,6 +139,7 @@ def _one(text: str) -> SimShape:
         skip_ratio=float(skip),
         pattern=pattern,
         num_slow=num_slow,
+        checked=checked,
         rule=rule,
     )
 

@@ -162,6 +162,8 @@ class JobStatus:
     """Namespace that owns it."""
     quotas: tuple[QuotaUse, ...] = ()
     """Quotas of that namespace that have a bound."""
+    quarantined: tuple[WorkerId, ...] = ()
+    """Workers that get no more work of it, for they were shown to contribute wrongly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

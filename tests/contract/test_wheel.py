@@ -31,7 +31,9 @@ for package in sorted(packages):
 """
 
 
-WITH_TORCH = "skein.numeric skein.sim.compute.aggregating skein.sim.moments"
+WITH_TORCH = (
+    "skein.numeric skein.sim.compute.aggregating skein.sim.compute.lying skein.sim.lying skein.sim.moments"
+)
 """What simulates real tensors needs torch; the rest of the simulator does without."""
 
 

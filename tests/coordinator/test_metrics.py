@@ -20,8 +20,8 @@ from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import ReportArrived
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import Diverged, IncidentKind, Record, Remedy, RolledBack
-from skein.protocol.messages.directives import CheckpointFile, Count
-from skein.protocol.messages.reports import Beat, EvaluationDone
+from skein.protocol.messages.directives import CheckpointFile
+from skein.protocol.messages.reports import Beat, Count, EvaluationDone
 from skein.protocol.messages.tensors import Phase
 from skein.types import Generation, JobId, MicrobatchId, Step, WorkerId
 from skein.wire.relay.switchboard import Switchboard

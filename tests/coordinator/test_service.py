@@ -22,9 +22,9 @@ from skein import PROTOCOL_VERSION
 from skein.config.resources import MAX_LABELS, Label
 from skein.errors import LocalError, UserError
 from skein.protocol.coordinator.coordinator import MAX_REFUSED
-from skein.protocol.messages.directives import Count, NewGeneration, Refused, Welcome
+from skein.protocol.messages.directives import NewGeneration, Refused, Welcome
 from skein.protocol.messages.positions import LogPosition, signed
-from skein.protocol.messages.reports import Beat
+from skein.protocol.messages.reports import Beat, Count
 from skein.types import Epoch, SiteId, WorkerId
 from skein.wire import codec
 from skein.wire.channel import open_enrolment_channel

@@ -2,13 +2,14 @@
 
 import pytest
 
+from skein.numeric.sketch import SKETCH_LENGTH
 from skein.protocol.coordinator.coordinator import MAX_REFUSED
 from skein.protocol.coordinator.runs.workers.plausible import implausible, most_tokens
 from skein.protocol.messages.directives import Refused
-from skein.protocol.messages.reports import EvaluationDone, LinksMeasured, Report
+from skein.protocol.messages.reports import EvaluationDone, LinksMeasured, Report, SketchTaken
 from skein.topology.fleet import Link
-from skein.types import Generation, MicrobatchId, Step, WorkerId
-from tests.support.reports import ledger, stage_done
+from skein.types import Generation, MicrobatchId, Own, StageIndex, Step, WorkerId
+from tests.support.reports import ledger, stage_done, vote
 from tests.support.runs import PLAN, SPEC, stepping
 
 ME, OTHER = WorkerId("w1a"), WorkerId("w0a")
@@ -25,6 +26,13 @@ def evaluated(*microbatches: int, num_tokens: int) -> EvaluationDone:
     )
 
 
+def sketched(*values: float) -> SketchTaken:
+    group = Own(StageIndex(0))
+    return SketchTaken(
+        generation=Generation(1), step=Step(0), group=group, attempt=vote(group).attempt, values=values
+    )
+
+
 def link(sender: str, receiver: str) -> LinksMeasured:
     one = Link(sender=WorkerId(sender), receiver=WorkerId(receiver), latency_s=0.1, bytes_per_s=1e6)
     return LinksMeasured(links=(one,))
@@ -38,6 +46,7 @@ def link(sender: str, receiver: str) -> LinksMeasured:
         (evaluated(0, 1, num_tokens=2 * MOST + 1), "EvaluationDone.num_tokens"),
         (evaluated(0, 0, num_tokens=MOST + 1), "EvaluationDone.num_tokens"),
         (link("w0a", "w0b"), "LinksMeasured"),
+        (sketched(1.0), "SketchTaken.values"),
     ],
 )
 def test_what_nobody_can_have_seen_is_told_by_field_and_value(report: Report, field: str) -> None:
@@ -54,6 +63,7 @@ def test_what_nobody_can_have_seen_is_told_by_field_and_value(report: Report, fi
         evaluated(num_tokens=9),
         link("w1a", "w0a"),
         link("w0a", "w1a"),
+        sketched(*[1.0] * SKETCH_LENGTH),
     ],
 )
 def test_what_may_be_is_left_to_whom_it_concerns(report: Report) -> None:

@@ -8,16 +8,19 @@ import pytest
 
 from skein.plan.agreeing.rounds import plain_groups
 from skein.plan.plan import Plan
-from skein.protocol.messages.directives import Decision, Ledger, Prepare, StepRecord
-from skein.protocol.messages.reports import Vote
+from skein.protocol.messages.directives import Decision, Ledger, Prepare, StepRecord, TakeSketch
+from skein.protocol.messages.reports import SketchTaken, Vote
 from skein.protocol.rounds.round import (
     LedgerHeard,
     Outvoted,
     Round,
     RoundCommand,
     RoundFailed,
+    SeedOf,
+    SketchHeard,
     StepTerms,
     VoteHeard,
+    unchecked,
 )
 from skein.types import Epoch, Generation, Step, WorkerId
 from tests.support.plans import chunk, grid_plan, path, plan_of
@@ -26,7 +29,7 @@ from tests.support.reports import ledger, spread, stage_done, vote
 TERMS = StepTerms(step=Step(0), num_steps=100, learning_rate=0.01, clip_norm=1.0, batch_samples=8)
 
 
-def round_of(plan: Plan, terms: StepTerms = TERMS) -> Round:
+def round_of(plan: Plan, terms: StepTerms = TERMS, seed_of: SeedOf = unchecked) -> Round:
     return Round(
         terms,
         plain_groups(plan),
@@ -34,6 +37,7 @@ def round_of(plan: Plan, terms: StepTerms = TERMS) -> Round:
         expected=plan.microbatches_by_chunk(),
         epoch=Epoch(1),
         generation=Generation(1),
+        seed_of=seed_of,
     )
 
 
@@ -454,3 +458,56 @@ def test_a_round_waits_for_no_time() -> None:
     hear_ledgers(machine, plan)
     hear_votes(machine, plan, digests=("this", "that"))
     assert machine.deadline() is None
+
+
+# --- sketches, in a step that is checked ---
+
+
+def sketches_asked(plan: Plan) -> tuple[Round, list[TakeSketch]]:
+    """A round whose votes are all there, and what it asks for then."""
+    machine = round_of(plan, seed_of=lambda _votes: 7)
+    hear_ledgers(machine, plan)
+    asked = [command for command in hear_votes(machine, plan) if isinstance(command, TakeSketch)]
+    return machine, asked
+
+
+def taken(asked: TakeSketch, *values: float) -> SketchTaken:
+    about = {"generation": Generation(1), "step": asked.step, "group": asked.group, "attempt": asked.attempt}
+    return SketchTaken(**about, values=values)  # type: ignore[arg-type]
+
+
+def test_a_checked_step_is_decided_once_all_holders_have_sketched_what_they_voted_for() -> None:
+    plan = grid_plan()
+    machine, asked = sketches_asked(plan)
+    assert [(str(x.group), x.seed) for x in asked] == [("s0", 7), ("s1", 7)]
+    commands: list[RoundCommand] = []
+    for number, command in enumerate(asked):
+        for worker in machine.holders(command.group):
+            assert commands == []
+            heard = SketchHeard(worker=worker, taken=taken(command, 1.0 + number, 2.0))
+            commands = machine.handle(heard, now=0.0)
+    assert decided(commands).decision is Decision.APPLY
+    assert machine.sketch == (3.0, 4.0)
+
+
+def test_holders_that_sketch_one_result_otherwise_are_in_dispute() -> None:
+    plan = grid_plan()
+    machine, asked = sketches_asked(plan)
+    first, second = machine.holders(asked[0].group)
+    assert machine.handle(SketchHeard(worker=first, taken=taken(asked[0], 1.0)), now=0.0) == []
+    [failed] = machine.handle(SketchHeard(worker=second, taken=taken(asked[0], 1.5)), now=0.0)
+    assert isinstance(failed, RoundFailed)
+    assert failed.is_disputed
+    assert failed.blamed == (first, second)
+
+
+def test_a_sketch_of_another_step_or_by_somebody_else_counts_for_nothing() -> None:
+    plan = grid_plan()
+    machine, asked = sketches_asked(plan)
+    holder = machine.holders(asked[0].group)[0]
+    late = replace(taken(asked[0], 1.0), step=Step(5))
+    for heard in (
+        SketchHeard(worker=holder, taken=late),
+        SketchHeard(worker=machine.holders(asked[1].group)[0], taken=taken(asked[0], 1.0)),
+    ):
+        assert machine.handle(heard, now=0.0) == []

@@ -123,11 +123,15 @@ class Chunk:
         """The sums of the parameters that `group` reduces, as one vector: the stage's own where no plan lists it."""
         return self._accumulators.get(group, self._accumulators[Own(self.stage.index)])
 
+    def named(self, group: GroupId, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a vector of `group`, by the names of the parameters that it reduces."""
+        return unflatten(flat, self._params_of(group))
+
     def gradients(self) -> dict[str, Tensor]:
         """The sums of all parameters by name: views of the accumulators."""
         grads: dict[str, Tensor] = {}
         for group in self.groups:
-            grads |= unflatten(self._accumulators[group], self._params_of(group))
+            grads |= self.named(group, self._accumulators[group])
         return grads
 
     def clear(self) -> None:
@@ -144,7 +148,7 @@ class Chunk:
         if record.decision is Decision.APPLY and weight:
             grads: dict[str, Tensor] = {}
             for group in self.groups:
-                grads |= unflatten(result_by_group[group], self._params_of(group))
+                grads |= self.named(group, result_by_group[group])
             update(self.rule, self.walker, grads, record, weight=weight)
         self.version = Step(record.step + 1)
 

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from skein.config.job import JobSpec
 from skein.errors import LocalError
-from skein.numeric.gradients import digest, is_finite, shard_bounds, squared_norm, sum_in_order, unflatten
+from skein.numeric.gradients import (
+    digest,
+    is_finite,
+    shard_bounds,
+    sketch,
+    squared_norm,
+    sum_in_order,
+    unflatten,
+)
 from skein.numeric.sums import exact_sum
 from skein.plan.ops import Direction
 from skein.plan.plan import Group, Path
@@ -37,6 +45,8 @@ from skein.protocol.worker.ops import (
     OpOutcome,
     PackOp,
     SaveOp,
+    Sketched,
+    SketchOp,
     SnapshotOp,
     SumOp,
     TensorKey,
@@ -221,6 +231,8 @@ class Compute:
                 return Done(outputs=self._sum(op, operands))
             case JoinOp():
                 return Done(outcome=self._join(op, operands))
+            case SketchOp():
+                return Done(outcome=self._sketch(op))
             case ApplyOp():
                 self._apply(op)
                 return Done()
@@ -365,6 +377,12 @@ class Compute:
         )
         self._results[group.group, op.attempt] = (joined, flat)
         return joined
+
+    def _sketch(self, op: SketchOp) -> Sketched:
+        group = op.asked.group
+        _, flat = self._results[group, op.asked.attempt]
+        chunk = next(chunk for chunk in self._held.chunks.values() if group in chunk.groups)
+        return Sketched(values=sketch(chunk.named(group, flat), op.asked.seed))
 
     def _sent(self, tensors: Mapping[str, Tensor], to: tuple[WorkerId, ...]) -> Payload:
         """Payload of `tensors`: as they are if they stay here, else as they travel."""

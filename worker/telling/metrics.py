@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from skein.protocol.messages.directives import Count
+from skein.protocol.messages.reports import Count
 from skein.types import WorkerId
 from skein.wire.channel import Lane
 from skein.wire.relay.switchboard import Switchboard

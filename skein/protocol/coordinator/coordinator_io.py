@@ -3,6 +3,9 @@
 import hmac
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from skein import rng
 from skein.config.job import JobSpec
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.deadline import TimePassed
@@ -288,6 +291,11 @@ class Outbox:
         """No two are the same, whatever is in a name."""
         about = repr((self.history.epoch, generation, member.worker, member.incarnation, purpose))
         return hmac.digest(self.key, about.encode(), "sha256")[:_SECRET_BYTES].hex()
+
+    def chance(self, *about: str | int) -> np.random.Generator:
+        """A stream of random numbers that nobody can foresee who does not have this coordinator's key."""
+        seed = hmac.digest(self.key, b"chance", "sha256")
+        return rng.stream(int.from_bytes(seed), self.history.epoch, *about)
 
     def do(self, *commands: CoordinatorCommand) -> None:
         """Have these carried out after what was commanded before."""

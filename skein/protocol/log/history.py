@@ -90,6 +90,8 @@ class JobHistory:
     rollbacks: list[records.RolledBack] = field(default_factory=list)
     averaged: dict[StageSpec, Step] = field(default_factory=dict)
     """At which version a stage was last made of its neighbours."""
+    quarantined: dict[WorkerId, records.Quarantined] = field(default_factory=dict)
+    """Workers that get no more work of the job."""
     incidents: list[records.Incident] = field(default_factory=list)
     learned: tuple[int, ...] = ()
     """Tokens that each walker has learned from since the last exchange, in the plan's order; of one walker, nothing."""
@@ -310,6 +312,8 @@ class History:
                 job.incidents.append(record)
             case records.DataCounted():
                 job.counted = record
+            case records.Quarantined():
+                job.quarantined[record.worker] = record
             case records.HaltAsked():
                 job.halt = record
             case records.JobHeld():

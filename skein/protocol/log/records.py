@@ -328,6 +328,17 @@ class JobResumed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantined:
+    """A worker gets no more work of a job, under whichever process: others have shown that it contributed wrongly."""
+
+    job: JobId
+    worker: WorkerId
+    step: Step
+    reason: str
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded:
     """Final, until somebody has it go on: finished, failed or cancelled, and why."""
 
@@ -349,6 +360,7 @@ JobRecord = (
     | Averaged
     | Incident
     | DataCounted
+    | Quarantined
     | HaltAsked
     | JobHeld
     | JobResumed

@@ -235,16 +235,6 @@ class CheckpointFile:
     tensors: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
-    """Labelled number of a worker's statistics, cumulative since its process started."""
-
-    name: str
-    label: str
-    value: float
-
-
-# --- directives: coordinator to worker ---
 _UNSENT = Epoch(0), Generation(0)
 
 
@@ -369,6 +359,16 @@ class Prepare(GenerationDirective):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TakeSketch(GenerationDirective):
+    """Sketch a result under `seed`, which is told once every holder has that. Answered by `SketchTaken`."""
+
+    step: Step
+    group: GroupId
+    attempt: Attempt
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit(GenerationDirective):
     """The step is decided: apply it. `goes_on`: begin the next step at once, else wait for a directive.
 
@@ -478,6 +478,7 @@ Directive = (
     | Start
     | Evaluate
     | Prepare
+    | TakeSketch
     | Commit
     | Save
     | Snapshot

@@ -59,6 +59,7 @@ SPEED = Range(least=1.0, most=1e21, hint="operations a second, from 1 to 1e21")
 BANDWIDTH = Range(least=1e-6, most=1e18, hint="bytes a second, above 0 and up to 1e18")
 STATISTIC = Range(least=0.0, most=1e300, hint="a finite number of at least 0")
 FACTOR = Range(least=-1e30, most=1e30, hint="a finite factor, from -1e30 to 1e30")
+SKETCH = Range(least=-1.7e308, most=1.7e308, hint="a number, or not finite", may_be_not_finite=True)
 LEARNING_RATE = Range(least=0.0, most=1e9, hint="a learning rate, from 0 to 1e9")
 LOSS = Range(least=-1e30, most=1e30, hint="nats, within 1e30 or not finite", may_be_not_finite=True)
 NORM = Range(least=0.0, most=1.7e308, hint="a norm of at least 0, or not finite", may_be_not_finite=True)
@@ -67,7 +68,7 @@ _FIELDS = {
     COUNT: (
         "epoch generation number step version from_version to_version checkpoint_version keeps "
         "JobResumed.steps ResumeRequest.steps last_good due_step taken_at drops_before total_steps "
-        "samples_after num_late_samples progress sequence since since_line line entry tensor num_tokens "
+        "samples_after num_late_samples progress sequence since since_line line entry tensor seed num_tokens "
         "tokens num_train_samples num_validation_samples num_incidents num_files num_steps_lost num_steps"
     ),
     WORD: (
@@ -91,6 +92,7 @@ _FIELDS = {
     RATE: "tokens_per_s",
     LOSS: "loss loss_sum probe_loss evaluation_loss",
     NORM: "squared_norm gradient_norm clip",
+    SKETCH: "SketchTaken.values",
     LEARNING_RATE: "learning_rate learning_rate_ratio",
     FACTOR: "weight weights scales",
 }

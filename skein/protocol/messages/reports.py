@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from skein.config.resources import Label
 from skein.plan.plan import ChunkTime, TransferTime
-from skein.protocol.messages.directives import CheckpointFile, ChunkProgress, ChunkVersion, Count, Ledger
+from skein.protocol.messages.directives import CheckpointFile, ChunkProgress, ChunkVersion, Ledger
 from skein.protocol.messages.positions import LogPosition
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.messages.ways import Unreached
@@ -23,6 +23,15 @@ from skein.types import (
     Step,
     WorkerId,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """Labelled number of a worker's statistics, cumulative since its process started."""
+
+    name: str
+    label: str
+    value: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +123,17 @@ class Vote:
     squared_norm: float
     is_finite: bool
     probe_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SketchTaken:
+    """Sketch of a group's result, as this holder has it: `SKETCH_LENGTH` numbers."""
+
+    generation: Generation
+    step: Step
+    group: GroupId
+    attempt: Attempt
+    values: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +284,7 @@ Report = (
     | ChunksReady
     | StageDone
     | Vote
+    | SketchTaken
     | EvaluationDone
     | CheckpointWritten
     | CheckpointUnread

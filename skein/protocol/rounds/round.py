@@ -13,20 +13,28 @@ Rules of this file
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import assert_never
 
 from skein.config.rule import Reach
+from skein.numeric.sketch import Sketch, added, distance
 from skein.numeric.sums import exact_sum
 from skein.plan.agreeing.quorum import Eager, Quorum
 from skein.plan.agreeing.rounds import StepGroups, weighed
 from skein.plan.plan import Group
 from skein.protocol.deadline import TimePassed
-from skein.protocol.messages.directives import Decision, ExchangeTerms, GroupResult, Prepare, StepRecord
-from skein.protocol.messages.reports import StageDone, Vote
-from skein.protocol.rounds.votes import ruling, votes_text
+from skein.protocol.messages.directives import (
+    Decision,
+    ExchangeTerms,
+    GroupResult,
+    Prepare,
+    StepRecord,
+    TakeSketch,
+)
+from skein.protocol.messages.reports import SketchTaken, StageDone, Vote
+from skein.protocol.rounds.votes import SAME_NORM, ruling, votes_text
 from skein.protocol.rounds.weighing import Numbers, clip_of, weigh
 from skein.types import Attempt, ChunkRef, Epoch, Generation, GroupId, Local, MicrobatchId, Step, WorkerId
 
@@ -56,7 +64,15 @@ class OverlappedEnded:
     vote: Vote
 
 
-RoundEvent = LedgerHeard | VoteHeard | TimePassed | OverlappedEnded
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SketchHeard:
+    """A holder has sketched its result."""
+
+    worker: WorkerId
+    taken: SketchTaken
+
+
+RoundEvent = LedgerHeard | VoteHeard | SketchHeard | TimePassed | OverlappedEnded
 
 # --- commands ---
 
@@ -81,8 +97,8 @@ class RoundFailed:
     is_disputed: bool = False
 
 
-RoundCommand = Prepare | StepRecord | Outvoted | RoundFailed
-"""Reduction that members are asked for, decision that is to be recorded before it is announced, or blame."""
+RoundCommand = Prepare | TakeSketch | StepRecord | Outvoted | RoundFailed
+"""Reduction or sketch that members are asked for, decision that is to be recorded before it is announced, or blame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +127,14 @@ class Patience:
     past: Sequence[Sequence[float]]
 
 
+SeedOf = Callable[[Sequence[Vote]], int | None]
+"""Gives the seed under which the results of a step are sketched, once they are voted on; None: they are not."""
+
+
+def unchecked(_votes: Sequence[Vote]) -> None:
+    """Seed of a step that is not checked."""
+
+
 class Round:
     """Collects one step under one generation."""
 
@@ -125,6 +149,7 @@ class Round:
         generation: Generation,
         patience: Patience | None = None,
         overlapped: Collection[GroupId] = (),
+        seed_of: SeedOf = unchecked,
     ) -> None:
         """`patience` None: all are waited for. `overlapped` exchanges were asked for before, and end with this step."""
         self.terms = terms
@@ -152,6 +177,8 @@ class Round:
         self._votes: dict[GroupId, dict[WorkerId, Vote]] = {}
         self._results: dict[GroupId, Vote] = {}
         self._numbers: Numbers | None = None
+        self._seed_of = seed_of
+        self._sketches: dict[GroupId, dict[WorkerId, Sketch]] = {}
 
     def handle(self, event: RoundEvent, *, now: float) -> list[RoundCommand]:
         """Take one event at time `now` (seconds)."""
@@ -160,6 +187,8 @@ class Round:
                 return self._ledger(event)
             case VoteHeard():
                 return self._vote(event, now=now)
+            case SketchHeard():
+                return self._sketched(event)
             case TimePassed():
                 return self._go_on(now=now)
             case OverlappedEnded():
@@ -305,7 +334,41 @@ class Round:
         num_exchanged = sum(group in self._reach for group in self._results)
         if self._numbers is None or (not self._numbers.reason and num_exchanged < len(self._reach)):
             return []
-        return [self._decide(self._numbers)]
+        if not self._sketches and (seed := self._seed_of(tuple(self._results.values()))) is not None:
+            self._sketches = {group: {} for group in self._results}
+            return [
+                TakeSketch(step=self.terms.step, group=group, attempt=self._attempts[group], seed=seed)
+                for group in sorted(self._results, key=str)
+            ]
+        return [] if self._lacks_sketches else [self._decide(self._numbers)]
+
+    # --- sketches, in a step that is checked ---
+
+    @property
+    def sketch(self) -> Sketch:
+        """Sketch of the whole gradient, once all holders have told theirs; empty in a step that is not checked."""
+        return added(next(iter(taken.values())) for taken in self._sketches.values())
+
+    @property
+    def _lacks_sketches(self) -> bool:
+        return any(len(taken) < len(self._voters[group]) for group, taken in self._sketches.items())
+
+    def holders(self, group: GroupId) -> tuple[WorkerId, ...]:
+        """Workers that have a group's result."""
+        return self._groups[group].workers
+
+    def _sketched(self, event: SketchHeard) -> list[RoundCommand]:
+        """A holder has sketched a result, which is the same at all: so are their sketches."""
+        taken, group = event.taken, event.taken.group
+        is_asked = group in self._sketches and event.worker in self._voters[group]
+        if not is_asked or (taken.step, taken.attempt) != (self.terms.step, self._attempts.get(group)):
+            return []
+        told = self._sketches[group]
+        told[event.worker] = taken.values
+        if any(distance(taken.values, other) > SAME_NORM for other in told.values()):
+            reason = f"holders of {group} have one result and sketch it otherwise"
+            return [RoundFailed(reason=reason, blamed=tuple(sorted(told)), is_disputed=True)]
+        return self._end()
 
     def _incredible(self) -> list[RoundCommand]:
         """Blame the few heads that tell of a loss that is not finite, though every gradient that came of it is.

@@ -108,6 +108,11 @@ class Exchanges:
         mine = [x for x in record.results if x.group in known]
         return bool(mine) and all(self._has(x) for x in mine)
 
+    def is_joined(self, group: GroupId, attempt: Attempt) -> bool:
+        """Whether the result of an attempt is here."""
+        exchange = self._by_key.get((group, attempt))
+        return exchange is not None and exchange.is_joined
+
     def _has(self, result: GroupResult) -> bool:
         exchange = self._by_key.get((result.group, result.attempt))
         # Where each has its own, the record has no digest.

@@ -10,7 +10,8 @@ from typing import ClassVar, NamedTuple
 
 from skein.plan.ops import Direction, OpKind
 from skein.plan.plan import Group, Path
-from skein.protocol.messages.directives import ExchangeTerms, StepRecord
+from skein.protocol.messages.directives import ExchangeTerms, StepRecord, TakeSketch
+from skein.protocol.messages.reports import SketchTaken, Vote
 from skein.protocol.messages.tensors import HopTensor, Phase, ShardTensor
 from skein.types import Attempt, ChunkRef, Generation, GroupId, MicrobatchId, StageIndex, Step, WorkerId
 
@@ -151,13 +152,62 @@ class SumOp(GroupOp):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A JoinOp's answer: what the holder votes."""
+
+    group: GroupId
+    digest: str
+    squared_norm: float
+    is_finite: bool
+    probe_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JoinOp(GroupOp):
     """Put the group's `results` together (if none: take the only member's accumulators) and say what it is."""
 
     results: tuple[ShardTensor, ...] = ()
 
+    def vote(self, joined: Joined, generation: Generation) -> Vote:
+        """Answer to the coordinator."""
+        return Vote(
+            generation=generation,
+            step=self.step,
+            group=self.group.group,
+            attempt=self.attempt,
+            digest=joined.digest,
+            squared_norm=joined.squared_norm,
+            is_finite=joined.is_finite,
+            probe_loss=joined.probe_loss,
+        )
+
 
 ReductionOp = PackOp | SumOp | JoinOp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sketched:
+    """A SketchOp's answer."""
+
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SketchOp:
+    """Sketch a joined result as the coordinator has asked."""
+
+    asked: TakeSketch
+
+    def report(self, outcome: Sketched) -> SketchTaken:
+        """Answer to the coordinator."""
+        asked = self.asked
+        return SketchTaken(
+            generation=asked.generation,
+            step=asked.step,
+            group=asked.group,
+            attempt=asked.attempt,
+            values=outcome.values,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +246,7 @@ class SnapshotOp:
     keeps_results: bool
 
 
-Op = VisitOp | ReductionOp | ApplyOp | SaveOp | SnapshotOp
+Op = VisitOp | ReductionOp | SketchOp | ApplyOp | SaveOp | SnapshotOp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,17 +256,6 @@ class Loss:
     loss_sum: float
     num_tokens: int
     digest: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """A JoinOp's answer: what the holder votes."""
-
-    group: GroupId
-    digest: str
-    squared_norm: float
-    is_finite: bool
-    probe_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,4 +271,4 @@ class OpFailed:
     is_unfit: bool = False
 
 
-OpOutcome = Loss | Joined | OpFailed | None
+OpOutcome = Loss | Joined | Sketched | OpFailed | None

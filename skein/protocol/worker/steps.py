@@ -26,8 +26,9 @@ from skein.protocol.messages.directives import (
     Save,
     Start,
     StepRecord,
+    TakeSketch,
 )
-from skein.protocol.messages.reports import EvaluationDone, StageDone, Vote
+from skein.protocol.messages.reports import EvaluationDone, StageDone
 from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardTensor, TensorHeader
 from skein.protocol.worker.exchanges import Exchanges
 from skein.protocol.worker.ops import (
@@ -41,6 +42,7 @@ from skein.protocol.worker.ops import (
     OpOutcome,
     ReductionOp,
     SaveOp,
+    SketchOp,
     hop_key,
 )
 from skein.protocol.worker.pipeline import NOTHING, Carried, Pipeline
@@ -49,7 +51,7 @@ from skein.protocol.worker.standing import Standing
 from skein.protocol.worker.worker_io import DropTensor
 from skein.types import MicrobatchId, StageIndex, StageSpec, Step
 
-StepDirective = Start | Evaluate | Prepare | Commit | Save
+StepDirective = Start | Evaluate | Prepare | TakeSketch | Commit | Save
 
 
 class Steps:
@@ -203,6 +205,8 @@ class Steps:
                 self._save(directive)
             case Prepare():
                 self._prepare(directive)
+            case TakeSketch():
+                self._take_sketch(directive)
             case Commit():
                 self._commit_step(directive)
             case _:
@@ -275,6 +279,11 @@ class Steps:
         self._advance(*self._exchanges.prepare(directive))
         if directive.exchange is not None and directive.exchange.taken_at is not None:
             self.unpark()
+
+    def _take_sketch(self, directive: TakeSketch) -> None:
+        """Sketch a result that was voted on, before it may be applied or given up."""
+        if directive.step == self.version and self._exchanges.is_joined(directive.group, directive.attempt):
+            self._queue.append(SketchOp(asked=directive))
 
     def _commit_step(self, directive: Commit) -> None:
         record = directive.record
@@ -423,7 +432,7 @@ class Steps:
         if isinstance(op, JoinOp):
             assert isinstance(outcome, Joined)
             exchange.is_joined, exchange.digest = True, outcome.digest
-            self._vote(op, outcome)
+            self._standing.tell(op.vote(outcome, self._standing.generation))
             return
         self._advance(exchange, Moves(parcels=handed_out(op)))
 
@@ -437,20 +446,6 @@ class Steps:
                 self._standing.send(to, header)
 
     # --- reports ---
-
-    def _vote(self, op: JoinOp, joined: Joined) -> None:
-        self._standing.tell(
-            Vote(
-                generation=self._standing.generation,
-                step=op.step,
-                group=op.group.group,
-                attempt=op.attempt,
-                digest=joined.digest,
-                squared_norm=joined.squared_norm,
-                is_finite=joined.is_finite,
-                probe_loss=joined.probe_loss,
-            )
-        )
 
     def _report_done(self, stage: StageIndex) -> None:
         assert self.pipeline is not None

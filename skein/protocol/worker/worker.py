@@ -25,6 +25,8 @@ from skein.protocol.worker.ops import (
     OpOutcome,
     PackOp,
     SaveOp,
+    Sketched,
+    SketchOp,
     SnapshotOp,
     SumOp,
 )
@@ -247,6 +249,7 @@ class Worker:
                 directives.Start()
                 | directives.Evaluate()
                 | directives.Prepare()
+                | directives.TakeSketch()
                 | directives.Commit()
                 | directives.Save()
             ):
@@ -366,6 +369,9 @@ class Worker:
                 self._steps.computed(op, outcome)
             case PackOp() | SumOp() | JoinOp():
                 self._steps.reduced(op, outcome)
+            case SketchOp():
+                assert isinstance(outcome, Sketched)
+                self._standing.tell(op.report(outcome))
             case _:
                 assert_never(op)
 

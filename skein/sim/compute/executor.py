@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from skein import rng
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
+from skein.numeric.sketch import SKETCH_LENGTH
 from skein.plan.ops import Direction, Kept
 from skein.protocol.messages.directives import Assign, Decision, ResumedChunk
 from skein.protocol.messages.tensors import Envelope, HopTensor, ShardTensor
@@ -29,6 +31,8 @@ from skein.protocol.worker.ops import (
     OpOutcome,
     PackOp,
     SaveOp,
+    Sketched,
+    SketchOp,
     SnapshotOp,
     SumOp,
     TensorKey,
@@ -264,7 +268,7 @@ class SimExecutor:
                 return (
                     OP_OVERHEAD_S + op.kind.row.cost.seconds(times.forward, times.backward) / self.flops_per_s
                 )
-            case PackOp() | SumOp() | JoinOp() | ApplyOp() | SaveOp() | SnapshotOp():
+            case PackOp() | SumOp() | JoinOp() | SketchOp() | ApplyOp() | SaveOp() | SnapshotOp():
                 size = sum(self.times[stage].parameter_bytes for stage in self.chunks)
                 return OP_OVERHEAD_S + size / REDUCE_BYTES_PER_S
 
@@ -296,6 +300,8 @@ class SimExecutor:
                 self._sum(op)
             case JoinOp():
                 return self._join(op)
+            case SketchOp():
+                return self._sketch(op)
             case ApplyOp():
                 self._apply(op)
             case SaveOp():
@@ -367,6 +373,15 @@ class SimExecutor:
         kept = KeptJoin(step=op.step, group=group, contributions=result, taken_at=taken_at)
         self._joined[group.group, op.attempt] = kept
         return Joined(group=group.group, digest=_digest(result), squared_norm=1.0, is_finite=True)
+
+    def _sketch(self, op: SketchOp) -> Sketched:
+        """Sketch of contributions: each has numbers of its own, which are added up."""
+        result = self._joined[op.asked.group, op.asked.attempt].contributions
+        drawn = [
+            n * rng.stream(op.asked.seed, str(op.asked.group), *key).normal(size=SKETCH_LENGTH)
+            for key, n in result.items()
+        ]
+        return Sketched(values=tuple(np.sum(drawn, axis=0).tolist()) if drawn else (0.0,) * SKETCH_LENGTH)
 
     def _apply(self, op: ApplyOp) -> None:
         record = op.record

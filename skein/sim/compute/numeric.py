@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from skein import rng
 from skein.config.job import JobSpec
 from skein.model.reduced import names_by_group
+from skein.numeric.sketch import SKETCH_LENGTH
 from skein.protocol.messages.directives import Assign, ChunkAssignment
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import (
@@ -31,6 +32,8 @@ from skein.protocol.worker.ops import (
     Op,
     OpOutcome,
     PackOp,
+    Sketched,
+    SketchOp,
     SumOp,
     TensorKey,
     hop_key,
@@ -190,6 +193,8 @@ class NumericExecutor(SimExecutor, ABC):
                 self._sum_values(op)
             case JoinOp():
                 return self._join_values(op)
+            case SketchOp():
+                return self._sketch_values(op)
             case _:
                 pass
         return outcome
@@ -232,7 +237,7 @@ class NumericExecutor(SimExecutor, ABC):
 
     # --- reductions ---
 
-    def _vector(self, group: GroupId, stage: StageIndex) -> F64:
+    def sums(self, group: GroupId, stage: StageIndex) -> F64:
         """Sums that a stage contributes to a group: its own ones where no plan lists the group."""
         names = self._names[stage].get(group, self._names[stage][Own(stage)])
         parts = [self._sums[stage][name].ravel() for name in names]
@@ -240,7 +245,7 @@ class NumericExecutor(SimExecutor, ABC):
 
     def _pack_values(self, op: PackOp) -> None:
         split = {
-            stage: np.array_split(self._vector(op.group.group, stage), op.group.num_shards)
+            stage: np.array_split(self.sums(op.group.group, stage), op.group.num_shards)
             for stage in op.stages
         }
         for _, tensor in op.parcels:
@@ -255,7 +260,7 @@ class NumericExecutor(SimExecutor, ABC):
     def _join_values(self, op: JoinOp) -> Joined:
         group = op.group
         if len(group.members) == 1:
-            result = self._vector(group.group, group.members[0].stage)
+            result = self.sums(group.group, group.members[0].stage)
         else:
             result = np.concatenate([self._values(tensor) for tensor in op.results])
         self._results[group.group, op.attempt] = result
@@ -265,6 +270,16 @@ class NumericExecutor(SimExecutor, ABC):
             squared_norm=float(np.sum(result**2)),
             is_finite=bool(np.all(np.isfinite(result))),
         )
+
+    def _sketch_values(self, op: SketchOp) -> Sketched:
+        """Sketch by the names of parameters, whichever stages they are in."""
+        names = next(x[op.asked.group] for x in self._names.values() if x.get(op.asked.group))
+        result = self._results[op.asked.group, op.asked.attempt]
+        draws = (
+            rng.stream(op.asked.seed, name).choice([-1.0, 1.0], size=(SKETCH_LENGTH, _D * _D))
+            for name in names
+        )
+        return Sketched(values=tuple((np.concatenate(list(draws), axis=1) @ result).tolist()))
 
     def _update(self, op: ApplyOp) -> OpOutcome:
         after = {stage: self._updated(stage, op) for stage in self.chunks}

@@ -140,6 +140,7 @@ class Report(_message.Message):
     SPEED_MEASURED_FIELD_NUMBER: _builtins.int
     PEERS_SEEN_FIELD_NUMBER: _builtins.int
     DATA_OPENED_FIELD_NUMBER: _builtins.int
+    SKETCH_TAKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -180,6 +181,8 @@ class Report(_message.Message):
     def peers_seen(self) -> Global___PeersSeen: ...
     @_builtins.property
     def data_opened(self) -> Global___DataOpened: ...
+    @_builtins.property
+    def sketch_taken(self) -> Global___SketchTaken: ...
     def __init__(
         self,
         *,
@@ -203,12 +206,13 @@ class Report(_message.Message):
         speed_measured: Global___SpeedMeasured | None = ...,
         peers_seen: Global___PeersSeen | None = ...,
         data_opened: Global___DataOpened | None = ...,
+        sketch_taken: Global___SketchTaken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "data_opened", b"data_opened", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "data_opened", b"data_opened", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "sketch_taken", b"sketch_taken", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "data_opened", b"data_opened", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "data_opened", b"data_opened", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "sketch_taken", b"sketch_taken", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines", "times_measured", "prefetched", "checkpoint_unread", "checkpoint_unwritten", "speed_measured", "peers_seen", "data_opened"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines", "times_measured", "prefetched", "checkpoint_unread", "checkpoint_unwritten", "speed_measured", "peers_seen", "data_opened", "sketch_taken"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -236,6 +240,7 @@ class Directive(_message.Message):
     LOOK_FIELD_NUMBER: _builtins.int
     OPEN_DATA_FIELD_NUMBER: _builtins.int
     WAYS_FIELD_NUMBER: _builtins.int
+    TAKE_SKETCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -272,6 +277,8 @@ class Directive(_message.Message):
     def open_data(self) -> Global___OpenData: ...
     @_builtins.property
     def ways(self) -> Global___Ways: ...
+    @_builtins.property
+    def take_sketch(self) -> Global___TakeSketch: ...
     def __init__(
         self,
         *,
@@ -293,12 +300,13 @@ class Directive(_message.Message):
         look: Global___Look | None = ...,
         open_data: Global___OpenData | None = ...,
         ways: Global___Ways | None = ...,
+        take_sketch: Global___TakeSketch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "take_sketch", b"take_sketch", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "take_sketch", b"take_sketch", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss", "snapshot", "prefetch", "follow", "measure", "look", "open_data", "ways"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss", "snapshot", "prefetch", "follow", "measure", "look", "open_data", "ways", "take_sketch"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -953,6 +961,39 @@ class Vote(_message.Message):
 Global___Vote: _TypeAlias = Vote  # noqa: Y015
 
 @_typing.final
+class SketchTaken(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    step: _builtins.int
+    group: _builtins.str
+    @_builtins.property
+    def attempt(self) -> _ids_pb2.Attempt: ...
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        step: _builtins.int = ...,
+        group: _builtins.str = ...,
+        attempt: _ids_pb2.Attempt | None = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generation", b"generation", "group", b"group", "step", b"step", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SketchTaken: _TypeAlias = SketchTaken  # noqa: Y015
+
+@_typing.final
 class EvaluationDone(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1582,6 +1623,42 @@ class Evaluate(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Evaluate: _TypeAlias = Evaluate  # noqa: Y015
+
+@_typing.final
+class TakeSketch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    generation: _builtins.int
+    step: _builtins.int
+    group: _builtins.str
+    seed: _builtins.int
+    """Told only once the group has its result: nobody could make that fit."""
+    @_builtins.property
+    def attempt(self) -> _ids_pb2.Attempt: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        step: _builtins.int = ...,
+        group: _builtins.str = ...,
+        attempt: _ids_pb2.Attempt | None = ...,
+        seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "generation", b"generation", "group", b"group", "seed", b"seed", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeSketch: _TypeAlias = TakeSketch  # noqa: Y015
 
 @_typing.final
 class Prepare(_message.Message):

@@ -572,6 +572,7 @@ class JobStatus(_message.Message):
     WAITING_SINCE_WALL_S_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     QUOTAS_FIELD_NUMBER: _builtins.int
+    QUARANTINED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _ids_pb2.JobState.ValueType
@@ -624,6 +625,10 @@ class JobStatus(_message.Message):
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuotaUse]:
         """Of its namespace, those with a bound."""
 
+    @_builtins.property
+    def quarantined(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers that were shown to contribute wrongly."""
+
     def __init__(
         self,
         *,
@@ -658,10 +663,11 @@ class JobStatus(_message.Message):
         waiting_since_wall_s: _builtins.float | None = ...,
         namespace: _builtins.str = ...,
         quotas: _abc.Iterable[Global___QuotaUse] | None = ...,
+        quarantined: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "checkpoint_version", b"checkpoint_version", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "measured_step_s", b"measured_step_s", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_version: _TypeAlias = _typing.Literal["checkpoint_version"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_version: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version"]  # noqa: Y015

@@ -50,7 +50,7 @@ class Boundary:
             self._stopping.fail(doubt, now=now)
             return
         parts.evaluation.found(num_validation_samples)
-        parts.members.free_unplaced()
+        parts.members.free_unplaced(keeping=parts.checks.aside)
         parts.incidents.over(now=now)
         if parts.placement.resumed is not None and parts.placement.resumed.is_begun:
             self._start_step(now=now)
@@ -164,7 +164,7 @@ class Boundary:
         """Hand an event to the step in progress, if there is one, and act on what ends by it."""
         for end in self._parts.stepping.handle(event, now=now):
             if isinstance(end, StepRecord):
-                self._commit(end, now=now)
+                self._decided(end, now=now)
                 continue
             self._parts.blame.judged(end)
             if isinstance(end, Outvoted):
@@ -172,6 +172,16 @@ class Boundary:
             noticed = self._parts.incidents.noticed
             noticed(IncidentKind.WORKER_FAILED, end.blamed, end.reason, now=now)
             self._fence.open(end.reason, now=now)
+
+    def _decided(self, record: StepRecord, *, now: float) -> None:
+        """A step has come out: it is committed, unless a check has it computed again."""
+        round_ = self._parts.stepping.round
+        sketch = () if round_ is None else round_.sketch
+        verdict = self._parts.checks.judged(record, sketch, self._plan())
+        if verdict is None:
+            self._commit(record, now=now)
+        else:
+            self._fence.checked(verdict, now=now)
 
     def _commit(self, record: StepRecord, *, now: float) -> None:
         """Phase two: durable first, then announced."""

@@ -6,9 +6,12 @@ Rules of this file
 - No plan is assigned before every member has acknowledged the generation: that is the fence.
 """
 
+from typing import assert_never
+
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator.coordinator_io import PlanMade
 from skein.protocol.coordinator.runs import phase as phases
+from skein.protocol.coordinator.runs.checking.inquiry import Again, Cleared, Convicted, Undecided, Verdict
 from skein.protocol.coordinator.runs.course import RunCourse
 from skein.protocol.coordinator.runs.part import Adoption
 from skein.protocol.coordinator.runs.parts import Parts
@@ -16,6 +19,7 @@ from skein.protocol.coordinator.runs.placing.resuming import Resumed
 from skein.protocol.coordinator.runs.stopping import Stopping
 from skein.protocol.log.records import IncidentKind
 from skein.protocol.messages.reports import Ack, Trouble
+from skein.protocol.rounds.round import RoundFailed
 from skein.types import WorkerId
 
 
@@ -60,6 +64,26 @@ class Fence:
             self._stopping.fail(reason, now=now)
         else:
             self.failed(IncidentKind.WORKER_FAILED, worker, f"{worker}: {trouble.reason}", now=now)
+
+    def checked(self, verdict: Verdict, *, now: float) -> None:
+        """A step was computed again: act on what that shows, and have it computed once more."""
+        parts, step = self._parts, self._parts.job.version
+        match verdict:
+            case Again():
+                reason = f"step {step}: {verdict.reason}"
+            case Cleared():
+                reason = f"step {step} came out the same without the suspects"
+            case Convicted():
+                reason = f"step {step}: {verdict.worker} is quarantined: {verdict.reason}"
+                parts.blame.quarantine(verdict.worker, verdict.reason, now=now)
+                parts.incidents.noticed(IncidentKind.WORKER_FAILED, [verdict.worker], reason, now=now)
+            case Undecided():
+                reason = f"step {step}: {verdict.reason}"
+                parts.blame.judged(RoundFailed(reason=reason, blamed=verdict.workers, is_disputed=True))
+                parts.incidents.noticed(IncidentKind.WORKER_FAILED, verdict.workers, reason, now=now)
+            case _:
+                assert_never(verdict)
+        self.open(reason, now=now)
 
     def pardon(self) -> bool:
         """Give another chance to those whom a broken link may have made look bad."""
@@ -113,7 +137,7 @@ class Fence:
         if not parts.members.is_fenced:
             return
         parts.incidents.closed(now=now)
-        resumed = parts.placement.resume(parts.holders())
+        resumed = parts.placement.resume(parts.holders(), anew=parts.checks.anew)
         chosen = parts.placement.take_chosen(parts.candidates())
         may_go_on = chosen is None and self._course.phase.may_go_on
         if resumed is not None and (resumed.is_begun or may_go_on):
@@ -129,6 +153,8 @@ class Fence:
         parts, plan = self._parts, made.result
         if not self._course.is_in(phases.FencePhase):
             parts.improving.answered(made, now=now)
+        elif isinstance(plan, Infeasible) and (verdict := parts.checks.failed()) is not None:
+            self.checked(verdict, now=now)
         elif isinstance(plan, Infeasible):
             self._stopping.pause(plan.reason, now=now)
         elif parts.holdings.is_recut(plan) and parts.savings.is_behind():

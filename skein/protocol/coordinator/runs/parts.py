@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from skein.config.quota import UNBOUNDED, QuotaSpec
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.checking.checks import Checks
 from skein.protocol.coordinator.runs.checkpoints.savings import Savings
 from skein.protocol.coordinator.runs.checkpoints.storage import Storage
 from skein.protocol.coordinator.runs.ending import Ending
@@ -54,6 +55,7 @@ class Parts:
         self.members = members = Members(job, live, outbox)
         self.gathering = Gathering(members, now=now)
         self.blame = Blame(members)
+        self.checks = Checks(members)
         self.storage = Storage(members, self.blame, self.gathering)
         self.savings = Savings(members, quota)
         self.evaluation = Evaluation(members)
@@ -61,7 +63,7 @@ class Parts:
         self.placement = Placement(members, self.holdings, measured, links)
         self.asking = Asking(members, absence, self.holdings, measured, now=now)
         self.leading = Leading(members)
-        self.stepping = Stepping(members, self.placement, self.leading)
+        self.stepping = Stepping(members, self.placement, self.leading, self.checks)
         self.incidents = Incidents(members)
         self.ending = Ending(members)
         self.backups = Backups(members, links)
@@ -104,7 +106,8 @@ class Parts:
 
     def holders(self) -> list[Entry]:
         """Workers whose part of a step in progress counts, by id: also those that want to go when it is over."""
-        return [self.live[worker] for worker in sorted(self.live) if worker not in self.blame.excluded]
+        out = self.blame.excluded.keys() | self.checks.aside
+        return [self.live[worker] for worker in sorted(self.live) if worker not in out]
 
     def may_save(self) -> bool:
         """Whether workers that get no more work may still hold what no checkpoint has."""

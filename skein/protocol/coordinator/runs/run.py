@@ -21,7 +21,7 @@ from skein.protocol.coordinator.runs.stopping import Stopping
 from skein.protocol.deadline import TimePassed
 from skein.protocol.membership import membership
 from skein.protocol.messages import reports
-from skein.protocol.rounds.round import LedgerHeard
+from skein.protocol.rounds.round import LedgerHeard, SketchHeard
 from skein.types import Incarnation, JobState, WorkerId
 
 
@@ -117,6 +117,8 @@ class Run:
                 self._boundary.drive(LedgerHeard(worker=worker, done=report), now=now)
             case reports.Vote():
                 self._boundary.voted(worker, report, now=now)
+            case reports.SketchTaken():
+                self._boundary.drive(SketchHeard(worker=worker, taken=report), now=now)
             case reports.EvaluationDone():
                 self._boundary.evaluated(worker, report, now=now)
             case reports.TimesMeasured():

@@ -143,8 +143,11 @@ class Placement(RunPart):
         assert self.plan is not None
         return self.plan.microbatches_by_chunk() if self.resumed is None else self.resumed.expected
 
-    def resume(self, entries: Iterable[Entry]) -> Resumed | None:
-        """The step in progress, if these members can go on with it by the plan that it was begun with."""
+    def resume(self, entries: Iterable[Entry], *, anew: Plan | None = None) -> Resumed | None:
+        """The step in progress, if these members can go on with it by the plan that it was begun with.
+
+        `anew`: by this plan, and nothing that was done of it counts.
+        """
         members = [entry for entry in entries if self._members.is_this(entry)]
         if self._job.version >= self._job.total_steps or rewind_of(self._job) is not None:
             return None
@@ -152,12 +155,13 @@ class Placement(RunPart):
             # Nobody else has the lost one's parameters, so nobody can take over its part of this step.
             return None
         acks = {entry.hello.worker: self._members.acks[entry.hello.worker] for entry in members}
-        if self._job.turned_at == self._job.version and not self._is_begun:
+        if anew is not None or (self._job.turned_at == self._job.version and not self._is_begun):
             # Who has not built what is new tells of the step as it was before.
             acks = {worker: replace(ack, progress=()) for worker, ack in acks.items()}
         may_drop = self._job.spec.recovery == "best_effort"
         # Who was lost by the plan before may be back, with all that it had done.
-        for plan in (self._whole, self.plan or self._adopted_before()):
+        before = (self._whole, self.plan or self._adopted_before()) if anew is None else (anew,)
+        for plan in before:
             if plan is None:
                 continue
             version = self._job.version
@@ -203,11 +207,13 @@ class Placement(RunPart):
     def go_on(self, resumed: Resumed) -> Plan:
         """Record the plan without those who are gone, and have the step in progress go on by it; gives that plan."""
         if resumed.num_rerouted or resumed.plan.chunks != (self.plan or resumed.plan).chunks:
-            gone = sorted(
-                {x.chunk.worker for x in (self.plan or resumed.plan).chunks}.difference(resumed.plan.workers)
-            )
+            before, after = set((self.plan or resumed.plan).workers), set(resumed.plan.workers)
+            gone, back = sorted(before - after), sorted(after - before)
             clause = Clause(", ".join(gone) or "some chunks", About.GONE)
-            plan = replace(resumed.plan, reason=resumed.plan.reason.before(About.GONE).then(clause))
+            if back and not gone:
+                clause = Clause(f"{', '.join(back)} again", About.BACK)
+            reason = resumed.plan.reason.before(About.GONE).before(About.BACK).then(clause)
+            plan = replace(resumed.plan, reason=reason)
             resumed = replace(resumed, plan=plan)
             if self._whole is None and self.plan is not None:
                 self._whole = self.plan

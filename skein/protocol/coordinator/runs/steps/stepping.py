@@ -8,12 +8,13 @@ from skein.config.schedule import learning_rate
 from skein.plan.agreeing.quorum import NUM_REMEMBERED, Eager
 from skein.plan.agreeing.rounds import StepGroups, step_groups
 from skein.plan.plan import Plan
+from skein.protocol.coordinator.runs.checking.checks import Checks
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.placing.placement import Placement
 from skein.protocol.coordinator.runs.steps.leading import Leading
 from skein.protocol.coordinator.runs.steps.overlapping import Overlapping
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.messages.directives import Prepare, StepRecord
+from skein.protocol.messages.directives import Prepare, StepRecord, TakeSketch
 from skein.protocol.rounds.round import (
     Outvoted,
     OverlappedEnded,
@@ -29,8 +30,9 @@ from skein.protocol.rounds.round import (
 class Stepping(RunPart):
     """Makes a Round for each step and carries its requests to the members; what it comes to is the run's business."""
 
-    def __init__(self, members: Members, placement: Placement, leading: Leading) -> None:
+    def __init__(self, members: Members, placement: Placement, leading: Leading, checks: Checks) -> None:
         super().__init__(members)
+        self._checks = checks
         self.round: Round | None = None
         self._overlapping = Overlapping(members)
         self._past: deque[tuple[float, ...]] = deque(maxlen=NUM_REMEMBERED)
@@ -99,6 +101,7 @@ class Stepping(RunPart):
             generation=self._job.generation,
             patience=self._patience(groups, now=now),
             overlapped=self._overlapping.ending(),
+            seed_of=lambda votes: self._checks.seed(votes, plan),
         )
         for vote in self._overlapping.results():
             # The step's own votes are still to come, so nothing can follow from these yet.
@@ -119,12 +122,17 @@ class Stepping(RunPart):
             if ended is None or isinstance(ended, RoundFailed):
                 return [] if ended is None else [ended]
             event = OverlappedEnded(vote=ended)
-        for command in () if self.round is None else self.round.handle(event, now=now):
+        if self.round is None:
+            return ends
+        for command in self.round.handle(event, now=now):
             if isinstance(command, Prepare):
                 # Also to late walkers, which have no part in an exchange and take its result.
                 self._members.send(command, *command.group.workers)
                 continue
-            if isinstance(command, StepRecord) and self.round is not None:
+            if isinstance(command, TakeSketch):
+                self._members.send(command, *self.round.holders(command.group))
+                continue
+            if isinstance(command, StepRecord):
                 self._remember(self.round, command, now=now)
             elif isinstance(command, Outvoted | RoundFailed):
                 for worker in command.blamed:

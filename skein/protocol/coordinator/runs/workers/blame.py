@@ -19,6 +19,7 @@ from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.workers.disputes import MAX_STRIKES, Disputes
 from skein.protocol.coordinator.runs.workers.members import Members
+from skein.protocol.log.records import Quarantined
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.directives import StepRecord
 from skein.protocol.messages.reports import DataOpened, Trouble
@@ -37,7 +38,7 @@ class Blame(RunPart):
         self._incarnations: dict[WorkerId, Incarnation] = {}
         self._num_by_worker: Counter[WorkerId] = Counter()
         self._num_lasting: Counter[WorkerId] = Counter()
-        self._excluded: dict[WorkerId, str] = {}
+        self._excluded = {worker: found.reason for worker, found in self._job.quarantined.items()}
         self._accused: set[WorkerId] = set()
         self._disputed: set[WorkerId] = set()
         """Workers that are excluded as less credible than another, and may have been right."""
@@ -97,6 +98,14 @@ class Blame(RunPart):
         self._accused.discard(worker)
         if may_be_wrong:
             self._disputed.add(worker)
+        self._exclude(worker, reason)
+
+    def quarantine(self, worker: WorkerId, reason: str, *, now: float) -> None:
+        """Give a worker no more work of this job, whatever process has its name: it was convicted."""
+        step = self._job.version
+        self._out.record(Quarantined(job=self._job.job, worker=worker, step=step, reason=reason, wall_s=now))
+        for known in (self._accused, self._disputed):
+            known.discard(worker)
         self._exclude(worker, reason)
 
     def acquit(self, workers: Iterable[WorkerId]) -> None:
@@ -185,7 +194,9 @@ class Blame(RunPart):
             self._log(f"pardoned={worker}")
 
     def _let_back(self, worker: WorkerId) -> None:
-        """Forget all of a worker but the strikes that last."""
+        """Forget all of a worker but the strikes that last, and a conviction."""
+        if worker in self._job.quarantined:
+            return
         del self._num_by_worker[worker]
         self._excluded.pop(worker, None)
         for known in (self._accused, self._disputed, self._set_aside, self._unfit):

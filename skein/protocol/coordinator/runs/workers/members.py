@@ -1,6 +1,6 @@
 """The workers of the newest generation: what they have said under it, and how the run speaks to them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.log.history import JobHistory
@@ -160,9 +160,10 @@ class Members:
         """To every worker of the plan."""
         self.send(directive, *self.placed)
 
-    def free_unplaced(self) -> None:
-        """Members without a place may forget the job; those that are leaving may go."""
-        self._dismiss(entry for worker, entry in self._entries.items() if worker not in self.placed)
+    def free_unplaced(self, *, keeping: Collection[WorkerId] = ()) -> None:
+        """Members without a place may forget the job, but for some; those that are leaving may go."""
+        kept = {*self.placed, *keeping}
+        self._dismiss(entry for worker, entry in self._entries.items() if worker not in kept)
 
     def free_strangers(self) -> None:
         """Let workers that came after the generation was opened forget the job: they hold nothing that counts.

@@ -1,7 +1,8 @@
 """Checks for reports that no worker of this job can have made, though each of their numbers alone could be."""
 
 from skein.config.job import JobSpec
-from skein.protocol.messages.reports import EvaluationDone, LinksMeasured, Report, StageDone
+from skein.numeric.sketch import SKETCH_LENGTH
+from skein.protocol.messages.reports import EvaluationDone, LinksMeasured, Report, SketchTaken, StageDone
 from skein.types import WorkerId
 
 
@@ -24,6 +25,8 @@ def implausible(worker: WorkerId, report: Report, spec: JobSpec | None) -> str |
         case EvaluationDone() if spec is not None and report.microbatches:
             most = len(set(report.microbatches)) * most_tokens(spec)
             return _too_many("EvaluationDone.num_tokens", report.num_tokens, most)
+        case SketchTaken() if len(report.values) != SKETCH_LENGTH:
+            return f"SketchTaken.values: {len(report.values)} numbers: give {SKETCH_LENGTH}"
         case _:
             pass
     return None
