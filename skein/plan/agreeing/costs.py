@@ -22,7 +22,7 @@ from skein.config.job import JobSpec
 from skein.config.robust import NoRobust
 from skein.config.rule import GraphName, Mixes, PatternName, Reach, Signs, Spreads, Sums
 from skein.plan.agreeing.broadcast import BroadcastProblem
-from skein.plan.agreeing.exchange import DIRECT, Direct, Ring, Tree, cheapest, exchange_s
+from skein.plan.agreeing.exchange import exchange_s, pattern_called
 from skein.plan.agreeing.payload import payload_bytes, sign_bytes
 from skein.plan.load import num_shards
 from skein.topology.consensus import choose, round_s
@@ -118,19 +118,7 @@ def _sum_s(circle: Circle, way: PatternName, shards: int, vector_bytes: int) -> 
     if links is None or circle.num_workers < 2:
         return None
     among = links.latency_s, links.bytes_per_s
-    chosen: Direct | Ring | Tree
-    match way:
-        case "auto":
-            chosen = cheapest(shards, vector_bytes, *among)
-        case "direct":
-            chosen = DIRECT
-        case "ring":
-            chosen = Ring()
-        case "tree":
-            chosen = Tree()
-        case _:
-            assert_never(way)
-    return exchange_s(chosen, shards, vector_bytes, *among)
+    return exchange_s(pattern_called(way, shards, vector_bytes, *among), shards, vector_bytes, *among)
 
 
 # --- leaders and neighbours ---

@@ -11,7 +11,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Generic, TypeVar
 
 from skein import rng
@@ -64,20 +63,10 @@ def elect(scores: Mapping[Who, tuple[float, str]], blacklisted: AbstractSet[Who]
     return min((pair for pair in fit if pair[1] not in blacklisted), default=(0.0, None))[1]
 
 
-def recheck(claim: Claim[Who], *, score: float, digest: str, tolerance: float = TOLERANCE) -> str | None:
-    """Reason why a claim is not true, from what a follower computed on the parameters it received; None if it is.
-
-    Args:
-        score: loss of the received parameters on the same probe.
-        digest: of the received parameters.
-        tolerance: how far unlike devices may differ, as a share of the loss.
-    """
-    if digest != claim.digest:
-        return f"the parameters received are {digest}, claimed were {claim.digest}"
-    is_near = abs(score - claim.score) <= tolerance * max(abs(score), _LEAST)
-    if not (math.isfinite(score) and is_near):
-        return f"the loss on the probe is {score:.6g}, claimed was {claim.score:.6g}"
-    return None
+def bears_out(claim: Claim[Who], score: float) -> bool:
+    """Whether a follower's score of the parameters it received, on the same probe, is the claimed one."""
+    is_near = abs(score - claim.score) <= TOLERANCE * max(abs(score), _LEAST)
+    return math.isfinite(score) and is_near
 
 
 def rechecking(seed: int, round_: int, followers: Collection[Who], *, ratio: float) -> tuple[Who, ...]:
@@ -94,28 +83,15 @@ def rechecking(seed: int, round_: int, followers: Collection[Who], *, ratio: flo
     return tuple(sorted(who for at, (draw, who) in enumerate(drawn) if draw < ratio or at == 0))
 
 
-class ClaimRuling(StrEnum):
-    """Ruling that follows from checks: the claim stands, all followers are asked to check, or the leader has lied."""
-
-    STANDS = "stands"
-    ASK_ALL = "ask_all"
-    LIED = "lied"
-
-
-def judge_claim(is_true_by_follower: Mapping[Who, bool], *, num_followers: int) -> ClaimRuling:
-    """Ruling on a claim: one accusation makes all followers check, and more than half of all have to agree on a lie.
+def is_refuted(is_true_by_follower: Mapping[Who, bool], *, num_followers: int) -> bool:
+    """Whether a leader has lied: more than half of all followers have to say so.
 
     So neither a leader nor an accuser is believed alone; a follower that is the only one is.
 
-    >>> [judge_claim(found, num_followers=3) for found in ({1: True}, {1: False}, {1: False, 2: False})]
-    [<ClaimRuling.STANDS: 'stands'>, <ClaimRuling.ASK_ALL: 'ask_all'>, <ClaimRuling.LIED: 'lied'>]
+    >>> [is_refuted(found, num_followers=3) for found in ({1: True}, {1: False}, {1: False, 2: False})]
+    [False, False, True]
     """
-    against = sum(not is_true for is_true in is_true_by_follower.values())
-    if 2 * against > num_followers:
-        return ClaimRuling.LIED
-    if against and len(is_true_by_follower) < num_followers:
-        return ClaimRuling.ASK_ALL
-    return ClaimRuling.STANDS
+    return 2 * sum(not is_true for is_true in is_true_by_follower.values()) > num_followers
 
 
 def probe_positions(seed: int, round_: int, *, num_samples: int, num_validation: int) -> tuple[int, ...]:

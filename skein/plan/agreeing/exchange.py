@@ -16,6 +16,7 @@ from typing import assert_never
 import numpy as np
 import numpy.typing as npt
 
+from skein.config.rule import PatternName
 from skein.topology.links import F64
 
 I64 = npt.NDArray[np.int64]
@@ -213,6 +214,23 @@ def cheapest(num_shards: int, num_bytes: float, latency_s: F64, bytes_per_s: F64
     cost_s = [exchange_s(pattern, num_shards, num_bytes, latency_s, bytes_per_s) for pattern in patterns]
     # A margin, for sums of the same terms in another order are not a reason.
     return patterns[next(i for i, x in enumerate(cost_s) if x <= min(cost_s) * (1 + 1e-9))]
+
+
+def pattern_called(
+    name: PatternName, num_shards: int, num_bytes: int, latency_s: F64, bytes_per_s: F64
+) -> Direct | Ring | Tree:
+    """The pattern that a job file calls so; "auto" is the cheapest, by the arguments of `cheapest`."""
+    match name:
+        case "direct":
+            return DIRECT
+        case "ring":
+            return Ring()
+        case "tree":
+            return Tree()
+        case "auto":
+            return cheapest(num_shards, num_bytes, latency_s, bytes_per_s)
+        case _:
+            assert_never(name)
 
 
 def _ways(pattern: Pattern, num_places: int, owners: I64, *, for_results: bool) -> I64:

@@ -88,13 +88,6 @@ class Quorum:
         quorum_s = sorted(arrived_s)[self.needed(num_members) - 1]
         return quorum_s + max(self.grace * usual, _LEAST_WAIT * quorum_s)
 
-    def is_closed(
-        self, arrived_s: Arrivals, history: Sequence[Arrivals], *, num_members: int, now_s: float
-    ) -> bool:
-        """Whether the round is over: all are there, or a quorum is and its grace has passed."""
-        deadline_s = self.deadline(arrived_s, history, num_members=num_members)
-        return deadline_s is not None and now_s >= deadline_s
-
     def _wait_s(self, arrived_s: Arrivals) -> float:
         ordered = sorted(arrived_s)
         return ordered[-1] - ordered[self.needed(len(ordered)) - 1]

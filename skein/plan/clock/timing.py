@@ -5,12 +5,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import assert_never
 
 import numpy as np
 
 from skein.config.aggregation import AggregationSpec
-from skein.plan.agreeing.exchange import DIRECT, Pattern, Ring, Tree, cheapest, exchange_s
+from skein.plan.agreeing.exchange import Pattern, exchange_s, pattern_called
 from skein.plan.load import StageLoad
 from skein.plan.place import Pool
 from skein.plan.plan import ChunkTime, Group, Path, Plan, TransferTime
@@ -176,17 +175,8 @@ def pattern_of(
     Where what travels is not what is added (a rounded wire format, a combination that is no sum, a rule of another
     kind), owners see all parts: Direct.
     """
-    match aggregation.sum_pattern:
-        case None | "direct":
-            return DIRECT
-        case "ring":
-            return Ring()
-        case "tree":
-            return Tree()
-        case "auto":
-            return cheapest(num_shards, num_bytes, *_links_among(workers, pool))
-        case _:
-            assert_never(aggregation.sum_pattern)
+    name = aggregation.sum_pattern or "direct"
+    return pattern_called(name, num_shards, num_bytes, *_links_among(workers, pool))
 
 
 def _links_among(workers: Sequence[WorkerId], pool: Pool) -> tuple[F64, F64]:

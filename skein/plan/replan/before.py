@@ -75,11 +75,3 @@ def moved_chunks(before: Before, seats: Seats) -> tuple[tuple[int, int], ...]:
         for worker in sorted(workers)
         if worker not in before.seats[stage]
     )
-
-
-def least_moves(before: Before, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Number of chunks of each stage that any plan with so many holders moves: those that nobody holds any more."""
-    return tuple(
-        max(0, size - sum(worker != LOST for worker in held))
-        for size, held in zip(sizes, before.seats, strict=True)
-    )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skein.plan.plan import Infeasible
-from skein.plan.replan.before import LOST, Before, Seats, least_moves, moved_chunks, num_held, worker_of
+from skein.plan.replan.before import LOST, Before, Seats, moved_chunks, num_held, worker_of
 from skein.plan.replan.needs import Needs, needs_of, needs_of_devices
 from skein.plan.replan.repair import posed, repaired
 from skein.plan.replan.seats import filled, one_move
@@ -64,7 +64,6 @@ class Replanned:
         routing: its answer.
         moved: (stage, worker) of each chunk that its worker does not hold yet.
         moved_bytes: their state.
-        least_bytes: what any routing with as many holders of each stage has to move.
         move_s: until all of it is there, if each worker fetches one after the other.
         step_s: predicted mean under 3 % jitter.
         is_as_before: nobody has another path, chunk or order.
@@ -74,7 +73,6 @@ class Replanned:
     routing: Routing
     moved: tuple[tuple[int, int], ...]
     moved_bytes: float
-    least_bytes: float
     move_s: float
     step_s: float
     is_as_before: bool
@@ -218,13 +216,11 @@ def _replanned(best: Trial, before: Before, moving: Moving, *, is_as_before: boo
     wait_s = np.zeros(problem.num_workers)
     for stage, worker in chunks:
         wait_s[worker] += moving.fetch_s[worker, stage]
-    least = least_moves(before, problem.stage_sizes)
     return Replanned(
         problem=problem,
         routing=best.routing,
         moved=chunks,
         moved_bytes=float(sum(moving.state_bytes[stage] for stage, _ in chunks)),
-        least_bytes=float(np.dot(least, moving.state_bytes)),
         move_s=float(wait_s.max(initial=0.0)),
         step_s=jittered_mean_s(problem, best.routing, num_draws=NUM_JITTERS),
         is_as_before=is_as_before,

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from skein.plan.route.kernels.arrays import fixed, state
+from skein.plan.route.kernels.anneal import order_first_come
+from skein.plan.route.kernels.arrays import fixed, routing, state
 from skein.plan.route.kernels.cost import BLOCKED, NEVER, fit, fitted, run_sequence, scratch_for
-from skein.plan.route.kernels.simulate import simulate
 from skein.plan.route.problem import F64, I64, Problem, Routing, Timeline
 from skein.rng import stream
 
@@ -82,18 +82,5 @@ def ordered(problem: Problem, worker_of: I64, path: I64) -> Routing | None:
     here = state(problem, worker_of, path)
     fit(arrays, here)
     begin_s = np.zeros((problem.num_microbatches, len(problem.ops)))
-    last_s = simulate(
-        here.way,
-        here.holder,
-        arrays.ops,
-        here.op_s,
-        arrays.transfer_s,
-        arrays.wire_s,
-        here.slots,
-        NEVER,
-        begin_s,
-        np.zeros(problem.num_microbatches),
-    )
-    if last_s == NEVER:
-        return None
-    return Routing(worker_of=here.holder[: problem.num_chunks], path=here.path, sequence=sequence_of(begin_s))
+    is_ordered = order_first_come(arrays, here, begin_s, np.zeros(problem.num_microbatches))
+    return routing(problem, here) if is_ordered else None

@@ -137,15 +137,12 @@ class Leading(RunPart):
             return None
         is_true = not claim.digest or vote.digest == claim.digest
         if is_true and vote.probe_loss is not None:
-            is_true = election.recheck(claim, score=vote.probe_loss, digest=claim.digest) is None
+            is_true = election.bears_out(claim, vote.probe_loss)
         checks = self._checks.setdefault(vote.group, {})
         checks[worker] = is_true
         if not is_true:
             self._doubted.add(leader)
-        if (
-            election.judge_claim(checks, num_followers=len(group.members) - 1)
-            is not election.ClaimRuling.LIED
-        ):
+        if not election.is_refuted(checks, num_followers=len(group.members) - 1):
             return None
         self._liars.add(leader)
         self._log(f"step={vote.step} leader={leader} is not what it claimed")
