@@ -92,3 +92,16 @@ def test_what_is_of_no_more_use_comes_off(command: DropCopies, left: list[int]) 
     dropped = shelf.drop(command)
     assert [copy.version for copy in shelf] == left
     assert {*map(id, dropped)} == {id(copy) for copy in every if copy.version not in left}
+
+
+def test_copies_that_failed_make_room_for_others_unless_they_are_asked_for_again() -> None:
+    shelf = CopyShelf(ShelvedCopy)
+    failed, followed, whole = (
+        shelf.asked(asked(2, is_backup=True)),
+        shelf.asked(asked(3)),
+        shelf.asked(asked(3, is_backup=True)),
+    )
+    failed.has_failed = followed.has_failed = whole.is_whole = True
+    shelf.make_room()
+    assert list(shelf) == [whole]
+    assert shelf.asked(asked(3)) is not followed

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from skein.plan.plan import Schedule
 from skein.protocol.messages.directives import Assign, ChunkAssignment, Decision, SourceKind, StateSource
-from skein.protocol.worker.worker_io import BuildFailed, Built, CopyKind, DropCopies, PrefetchFailed
+from skein.protocol.worker.worker_io import (
+    BuildFailed,
+    Built,
+    CopyKind,
+    DropCopies,
+    PrefetchEnded,
+    PrefetchFailed,
+)
 from skein.types import Epoch, Generation, StageIndex, Step, WorkerId
 from skein.wire.v1 import peer_pb2
 from tests.support import extent
@@ -21,6 +28,7 @@ from tests.worker.holders import JOB, Keeper, holding, keeping, prefetch_of, sna
 from tests.worker.lab import CPU, Lab, tiny_job
 from worker.chunks import fetched
 from worker.chunks.build import Builder
+from worker.compute.state import state_sizes
 from worker.service import PeerService
 from worker.transport.fetching import gather
 
@@ -226,6 +234,20 @@ async def test_a_prefetch_that_failed_goes_on_with_other_donors(lab: Lab) -> Non
 async def test_a_copy_without_room_is_refused(lab: Lab) -> None:
     async with holding(lab) as holders, keeping("w9", memory_bytes=1000) as newcomer:
         newcomer.start(prefetch_of(lab, 1, holders))
+        failed = await newcomer.events.get()
+        assert isinstance(failed, PrefetchFailed)
+        assert "are left for it" in failed.reason
+
+
+async def test_what_came_of_a_copy_that_failed_makes_room_for_another(lab: Lab) -> None:
+    room_bytes = sum(state_sizes(lab.job, lab.arrangement.stages[0]).values())
+    async with holding(lab, kinds=(Corrupt,)) as holders, keeping("w9", memory_bytes=room_bytes) as newcomer:
+        await snapshot(lab, holders, 1)
+        newcomer.start(prefetch_of(lab, 1, holders[:1], is_backup=True))
+        assert isinstance(await newcomer.events.get(), PrefetchFailed)
+        newcomer.start(prefetch_of(lab, 1, holders[1:]))
+        assert isinstance(await newcomer.events.get(), PrefetchEnded)
+        newcomer.start(prefetch_of(lab, 1, holders[1:], is_backup=True))
         failed = await newcomer.events.get()
         assert isinstance(failed, PrefetchFailed)
         assert "are left for it" in failed.reason

@@ -177,11 +177,16 @@ class ChunkCopies:
         assert self._from is not None
         group, givers = self._from
         copy = FetchedCopy(prefetch, group=group, givers=givers, post=self._post, patience_s=self._patience_s)
-        taken_bytes = sum(other.num_bytes for other in self._shelf)
-        if taken_bytes + copy.num_bytes > self._memory_bytes:
-            free = format_bytes(self._memory_bytes - taken_bytes)
+        if copy.num_bytes > self._free_bytes:
+            self._shelf.make_room()
+        if copy.num_bytes > self._free_bytes:
+            free = format_bytes(self._free_bytes)
             raise LocalError(f"the copy takes {format_bytes(copy.num_bytes)}, and {free} are left for it")
         return copy
+
+    @property
+    def _free_bytes(self) -> int:
+        return self._memory_bytes - sum(copy.num_bytes for copy in self._shelf)
 
     def _drop(self, command: DropCopies) -> None:
         for copy in self._shelf.drop(command):

@@ -98,7 +98,7 @@ class FetchedCopy(ShelvedCopy):
         """Begin, or begin again with the donors of `prefetch`."""
         if prefetch.donors != self.prefetch.donors:
             self.halt()
-        self.prefetch = prefetch
+        self.prefetch, self.has_failed = prefetch, False
         self._work_on()
 
     def follow(self, record: StepRecord) -> None:
@@ -156,6 +156,7 @@ class FetchedCopy(ShelvedCopy):
         except (RemoteError, LocalError, MemoryError) as error:
             self._warn(error)
             if not self.is_whole:
+                self.has_failed = True
                 self._post(failure_of(self.prefetch, one_line(error)))
 
     async def _fetch(self) -> None:

@@ -2,7 +2,8 @@
 
 Rules of this file
 - A backup stays as it was fetched; a copy that follows takes each committed step once, in order, when it is whole.
-- A copy whose fetching has failed stays: asked for again, it goes on with what came. Only `drop` ends it.
+- A copy whose fetching has failed stays: asked for again, it goes on with what came, unless another has wanted its room
+  meanwhile.
 """
 
 from collections import deque
@@ -26,6 +27,8 @@ class ShelvedCopy:
         self.prefetch = prefetch
         self.version = prefetch.version
         self.is_whole = False
+        self.has_failed = False
+        """Whether its fetching has failed, and nobody has asked for it since."""
         self.records: deque[StepRecord] = deque()
         """Committed and not taken yet, the oldest first."""
 
@@ -119,6 +122,11 @@ class CopyShelf(Generic[C]):
         ]
         stages = [stage for stage in command.followed if stage in self._followed]
         return [self._backups.pop(place) for place in gone] + [self._followed.pop(stage) for stage in stages]
+
+    def make_room(self) -> None:
+        """Take off what came of copies whose fetching has failed: those that are asked for come first."""
+        self._backups = {place: copy for place, copy in self._backups.items() if not copy.has_failed}
+        self._followed = {stage: copy for stage, copy in self._followed.items() if not copy.has_failed}
 
     def clear(self) -> None:
         """The job is over."""
