@@ -237,6 +237,12 @@ class AsyncClient:
         found = await self._connection.call(lambda at: at.checkpoint.Verify, request, is_long=True)
         return codec.CHECKPOINT_VIEW.decode(found)
 
+    async def delete(self, job: str, version: int) -> tuple[CheckpointView, ...]:
+        """Deletes a checkpoint of a job that has ended; gives those that are left."""
+        request = checkpoint_pb2.DeleteCheckpointRequest(job=job, version=version)
+        reply = await self._connection.call(lambda at: at.checkpoint.Delete, request)
+        return tuple(map(codec.CHECKPOINT_VIEW.decode, reply.checkpoints))
+
     async def export(
         self,
         job: str,

@@ -118,6 +118,7 @@ class Client(_Blocking[AsyncClient]):
     incidents = _blocks(AsyncClient.incidents)
     checkpoints = _blocks(AsyncClient.checkpoints)
     verify = _blocks(AsyncClient.verify)
+    delete = _blocks(AsyncClient.delete)
     export = _blocks(AsyncClient.export)
 
 

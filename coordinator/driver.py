@@ -30,6 +30,7 @@ from skein.protocol.coordinator.coordinator_io import (
     CheckpointVerified,
     CoordinatorCommand,
     CoordinatorEvent,
+    DeleteAsked,
     DrainAsked,
     Halt,
     Log,
@@ -73,7 +74,16 @@ class AppendLog(Protocol):
 
 
 AnswerPlan = Callable[[MakePlan], Awaitable[PlanMade]]
-Asked = SubmitAsked | CancelAsked | PauseAsked | ResumeAsked | DrainAsked | MeasureAsked | CheckpointVerified
+Asked = (
+    SubmitAsked
+    | CancelAsked
+    | PauseAsked
+    | ResumeAsked
+    | DeleteAsked
+    | DrainAsked
+    | MeasureAsked
+    | CheckpointVerified
+)
 
 
 def wall_clock() -> Callable[[], float]:

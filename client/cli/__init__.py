@@ -32,7 +32,10 @@ _CHECKPOINTS: Verbs = {
     "list": Verb(
         help="List the checkpoints that are kept.", module="client.cli.job.checkpoints", attribute="listed"
     ),
-    **_of("client.cli.job.checkpoints", {"verify": "Read checkpoints and compare hashes."}),
+    **_of(
+        "client.cli.job.checkpoints",
+        {"verify": "Read checkpoints and compare hashes.", "delete": "Delete those of a job that has ended."},
+    ),
 }
 _JOB = _of(
     "client.cli.job.files",

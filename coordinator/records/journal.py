@@ -22,6 +22,7 @@ from skein.protocol.log.records import (
     Averaged,
     CheckpointChecked,
     CheckpointCommitted,
+    CheckpointDeleted,
     DataCounted,
     Diverged,
     Drained,
@@ -98,8 +99,8 @@ class Fold:
         match record:
             case EpochOpened() | PlanAdopted() | Drained() | HaltAsked():
                 return None
-            case Averaged() | Diverged() | CheckpointChecked() | Quarantined():  # Others tell of them.
-                return None
+            case Averaged() | Diverged() | CheckpointChecked() | CheckpointDeleted() | Quarantined():
+                return None  # Others tell of them.
             case JobSubmitted():
                 return StateChanged(state=JobState.PENDING, reason="submitted"), record.wall_s
             case GenerationOpened():

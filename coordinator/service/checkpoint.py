@@ -12,6 +12,8 @@ from coordinator.driver import Driver
 from coordinator.service.calls import NotFoundError
 from coordinator.service.tenants import job_of
 from skein.errors import RemoteError
+from skein.protocol.coordinator.coordinator_io import DeleteAsked
+from skein.protocol.coordinator.lifecycle import deletable
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import CheckpointCommitted
 from skein.protocol.messages.directives import CheckpointFile
@@ -21,6 +23,7 @@ from skein.wire import codec
 from skein.wire.channel import PART_BYTES
 from skein.wire.context import Context
 from skein.wire.extra import FileData, FileEnd, GetStart, ManifestReply, PutPart, PutReply, PutStart
+from skein.wire.mapping import check_request
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from skein.wire.views import CheckpointView
 
@@ -150,12 +153,23 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
     async def List(
         self, request: checkpoint_pb2.ListCheckpointsRequest, context: Context
     ) -> checkpoint_pb2.ListCheckpointsReply:
-        job = self._job(request.job, context)
+        return await self._kept(self._job(request.job, context))
+
+    async def _kept(self, job: JobHistory) -> checkpoint_pb2.ListCheckpointsReply:
         found = [_view(job, checkpoint) for checkpoint in job.checkpoints]
         _ = await self._driver.settled()
         return checkpoint_pb2.ListCheckpointsReply(
             checkpoints=[codec.CHECKPOINT_VIEW.encode(view) for view in found]
         )
+
+    async def Delete(
+        self, request: checkpoint_pb2.DeleteCheckpointRequest, context: Context
+    ) -> checkpoint_pb2.ListCheckpointsReply:
+        check_request(request)
+        job, version = self._job(request.job, context), Step(request.version)
+        _ = deletable(job, version, self._driver.machine.view.history)
+        _ = await self._driver.ask(DeleteAsked(job=job.job, version=version))
+        return await self._kept(job)
 
     async def Verify(
         self, request: checkpoint_pb2.VerifyRequest, context: Context

@@ -34,6 +34,7 @@ from skein.protocol.log.records import (
     Averaged,
     CheckpointChecked,
     CheckpointCommitted,
+    CheckpointDeleted,
     DataCounted,
     Diverged,
     Drained,
@@ -336,6 +337,7 @@ class CoordinatorMetrics:
                 | Drained()
                 | Averaged()
                 | HaltAsked()
+                | CheckpointDeleted()
                 | JobResumed()
                 | DataCounted()
             ):

@@ -388,6 +388,14 @@ class _Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
             await refuse(context, UserError("checkpoint", request.version, "gone"), grpc.StatusCode.NOT_FOUND)
         return codec.CHECKPOINT_VIEW.encode(kept[0])
 
+    async def Delete(
+        self, request: checkpoint_pb2.DeleteCheckpointRequest, context: Context
+    ) -> checkpoint_pb2.ListCheckpointsReply:
+        script = self._script
+        script.checkpoints = [view for view in script.checkpoints if view.version != request.version]
+        views = map(codec.CHECKPOINT_VIEW.encode, script.checkpoints)
+        return checkpoint_pb2.ListCheckpointsReply(checkpoints=views)
+
 
 @contextmanager
 def serving(script: Script, *, credentials: Credentials = NO_CREDENTIALS) -> Iterator[str]:

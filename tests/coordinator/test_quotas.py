@@ -12,9 +12,9 @@ from skein.protocol.log.records import JobEnded, Record
 from skein.protocol.messages.directives import CheckpointFile
 from skein.types import JobId, JobState
 from skein.wire.failures import error_of
-from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
-from tests.coordinator.builders import checkpointed, committed, job_spec, submitted
-from tests.coordinator.serving import connected, coordinator, submit, write_log
+from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
+from tests.coordinator.builders import checkpointed, committed, eventually, job_spec, submitted
+from tests.coordinator.serving import connected, coordinator, status_of, submit, write_log
 from tests.coordinator.test_identities import cluster
 
 
@@ -89,3 +89,12 @@ async def test_a_namespace_that_has_stored_too_much_submits_nothing(tmp_path: Pa
         assert (error.field, error.value) == ("quota.stored_bytes", "4.0 KiB of 4.0 KiB")
         again = jobs_pb2_grpc.JobsStub(channel).Resume(jobs_pb2.ResumeRequest(job="digits-1", steps=99))
         assert (await refused(asyncio.ensure_future(again))).field == "quota.stored_bytes"
+        folder = tmp_path / "checkpoints" / "digits-1" / "v00000001"
+        folder.mkdir(parents=True)
+        (folder / file.name).write_bytes(bytes(file.num_bytes))
+        stub = checkpoint_pb2_grpc.CheckpointStub(channel)
+        gone = checkpoint_pb2.DeleteCheckpointRequest(job="digits-1", version=1)
+        assert (await stub.Delete(gone)).checkpoints == []
+        assert (await submit(channel)).is_new
+        assert await status_of(stub.Delete(gone)) is StatusCode.INVALID_ARGUMENT
+        await eventually(lambda: not folder.exists())

@@ -7,8 +7,10 @@ import pytest
 from skein.config.job import JobSpec
 from skein.config.quota import QuotaSpec, QuotasSpec, QuotaUse
 from skein.config.resources import ResourcesSpec
+from skein.errors import UserError
 from skein.protocol.coordinator.coordinator_io import (
     CancelAsked,
+    DeleteAsked,
     ManifestWritten,
     PauseAsked,
     PruneCheckpoints,
@@ -16,10 +18,11 @@ from skein.protocol.coordinator.coordinator_io import (
     SubmitAsked,
     WriteManifest,
 )
+from skein.protocol.coordinator.lifecycle import deletable
 from skein.protocol.coordinator.quotas import OverQuotaError
 from skein.protocol.coordinator.runs.checkpoints.savings import LATER_S
-from skein.protocol.log.records import CheckpointCommitted, JobSubmitted, Record
-from skein.protocol.messages.directives import CheckpointFile, Save
+from skein.protocol.log.records import CheckpointCommitted, CheckpointDeleted, JobSubmitted, Record
+from skein.protocol.messages.directives import Beginning, CheckpointFile, Save
 from skein.protocol.messages.reports import CheckpointWritten
 from skein.types import Generation, JobId, JobState, StageIndex, Step
 from tests.support.desk import Desk
@@ -197,5 +200,44 @@ def test_what_a_run_waits_for_is_stored_above_the_quota_and_then_nothing_is_subm
     assert desk.machine.view.state_of(FIRST) is JobState.HELD
     quotas = desk.machine.view.quotas
     quotas.check_submit("lab", SPEC)
-    with pytest.raises(OverQuotaError, match=r"quota\.stored_bytes: 2\.9 KiB of 1000 B: .*ask the operator"):
+    with pytest.raises(
+        OverQuotaError, match=r"quota\.stored_bytes: 2\.9 KiB of 1000 B: .*skein checkpoints delete, or ask"
+    ):
         quotas.check_submit("default", SPEC)
+
+
+# --- room again ---
+
+
+def test_a_checkpoint_of_a_job_that_has_ended_can_be_deleted_and_makes_room() -> None:
+    desk = stepping(QuotaSpec(stored_bytes=1000), SAVING)
+    desk.step(PLAN)
+    write(desk, 1, num_bytes=1000)
+    complete(desk)
+    desk.give(DeleteAsked(job=FIRST, version=Step(1)))
+    assert not desk.recorded(CheckpointDeleted)
+    desk.give(CancelAsked(job=FIRST, discards=True))
+    assert uses(desk) == {"stored_bytes": (1000, 1000)}
+    desk.give(DeleteAsked(job=FIRST, version=Step(1)))
+    assert [x.version for x in desk.recorded(CheckpointDeleted)] == [1]
+    assert [(x.keep, x.drop) for x in desk.found(PruneCheckpoints)] == [((), (1,))]
+    assert uses(desk) == {"stored_bytes": (0, 1000)}
+    desk.machine.view.quotas.check_submit("default", SPEC)
+    assert bounded(QuotaSpec(), log=desk.log).machine.history.jobs[FIRST].checkpoints == []
+
+
+def test_what_somebody_needs_is_not_deleted() -> None:
+    desk = stepping(QuotaSpec(), SAVING)
+    desk.step(PLAN)
+    write(desk, 1, num_bytes=10)
+    complete(desk)
+    history = desk.machine.history
+    job = history.jobs[FIRST]
+    with pytest.raises(UserError, match=r"job: 'small-1': has not ended.* cancel it first"):
+        deletable(job, Step(1), history)
+    desk.give(CancelAsked(job=FIRST, discards=True))
+    with pytest.raises(UserError, match=r"version: 7: there is no such checkpoint, small-1 has 1"):
+        deletable(job, Step(7), history)
+    desk.give(SubmitAsked(key="b", spec=SPEC, begins=Beginning(job=FIRST, version=Step(1))))
+    with pytest.raises(UserError, match=r"version: 1: another job begins with it"):
+        deletable(job, Step(1), history)

@@ -48,6 +48,7 @@ PLAIN_REQUESTS = {
     "ListCheckpointsRequest",
     "ListCheckpointsReply",
     "VerifyRequest",
+    "DeleteCheckpointRequest",
 }
 """Ids and lists of values: used without a dataclass of their own."""
 

@@ -239,6 +239,11 @@ class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointSe
     ) -> checkpoint_pb2.CheckpointView:
         raise AssertionError("workers do not ask")
 
+    async def Delete(
+        self, request: checkpoint_pb2.DeleteCheckpointRequest, context: Context
+    ) -> checkpoint_pb2.ListCheckpointsReply:
+        raise AssertionError("workers do not ask")
+
 
 @asynccontextmanager
 async def cluster(disk: Disk) -> AsyncIterator[Cluster]:

@@ -1,4 +1,4 @@
-"""`skein checkpoints`: which ones a job has, and whether they are what was written."""
+"""`skein checkpoints`: which ones a job has, whether they are what was written, and how they go."""
 
 import time
 
@@ -38,6 +38,18 @@ def verify(job: str, *, version: int | None, is_json: bool) -> int:
         found = [client.verify(job, each) for each in wanted]
     print_listed(found, COLUMNS, _row, nothing=f"{job} has no checkpoint yet", is_json=is_json)
     return DONE if all(view.condition is Condition.WHOLE for view in found) else FAILED
+
+
+@remote_command
+@click.argument("job")
+@click.option("--version", type=click.IntRange(min=1), help="Delete this one only. Default: all.")
+def delete(job: str, *, version: int | None, is_json: bool) -> None:
+    """Delete checkpoints of JOB, which has ended, and list those that are left. There is no way back."""
+    with connect_client() as client:
+        found = client.checkpoints(job)
+        for each in [view.version for view in found] if version is None else [version]:
+            found = client.delete(job, each)
+    print_listed(found, COLUMNS, _row, nothing=f"{job} has no checkpoint any more", is_json=is_json)
 
 
 def _row(view: CheckpointView) -> tuple[str, ...]:

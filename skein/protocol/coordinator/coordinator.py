@@ -108,6 +108,8 @@ class Coordinator:
                 self._submit(event, now=now)
             case io.CancelAsked() | io.PauseAsked() | io.ResumeAsked():
                 self._wish(event, now=now)
+            case io.DeleteAsked():
+                lifecycle.delete_asked(event, self.history, self._outbox, now=now)
             case io.DrainAsked():
                 self._drain(event.worker, now=now)
             case io.MeasureAsked():

@@ -86,6 +86,17 @@ class ResumeAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteAsked:
+    """A client wants a checkpoint of a job that has ended to be no more.
+
+    Nothing happens where `skein.protocol.coordinator.lifecycle.deletable` refuses it.
+    """
+
+    job: JobId
+    version: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainAsked:
     """An operator wants a worker to be free of work, and to exit."""
 
@@ -140,6 +151,7 @@ CoordinatorEvent = (
     | CancelAsked
     | PauseAsked
     | ResumeAsked
+    | DeleteAsked
     | DrainAsked
     | MeasureAsked
     | PlanMade
@@ -198,7 +210,7 @@ class VerifyCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneCheckpoints:
-    """Delete the job's checkpoints but these and what is newer, manifest first; and `drop`, which was not completed."""
+    """Delete the job's checkpoints but these and what is newer, manifest first; and `drop`, which is wanted no more."""
 
     job: JobId
     url: str | None

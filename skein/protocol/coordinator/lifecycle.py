@@ -11,13 +11,27 @@ from skein.config.explain import Words
 from skein.config.job import JobSpec, with_steps
 from skein.errors import UserError
 from skein.model.parameters import parameter_shapes
-from skein.protocol.coordinator.coordinator_io import CancelAsked, Outbox, PauseAsked, ResumeAsked
+from skein.protocol.coordinator.coordinator_io import (
+    CancelAsked,
+    DeleteAsked,
+    Outbox,
+    PauseAsked,
+    PruneCheckpoints,
+    ResumeAsked,
+)
 from skein.protocol.coordinator.quotas import QuotaUses
-from skein.protocol.coordinator.runs.checkpoints.keeping import newest_good
+from skein.protocol.coordinator.runs.checkpoints.keeping import begun_from, newest_good
 from skein.protocol.coordinator.runs.checkpoints.storage import lost_beginning
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.log.history import History, JobHistory
-from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed
+from skein.protocol.log.records import (
+    CheckpointCommitted,
+    CheckpointDeleted,
+    HaltAsked,
+    JobEnded,
+    JobHeld,
+    JobResumed,
+)
 from skein.protocol.messages.directives import Beginning
 from skein.types import JobState, Step
 
@@ -93,6 +107,40 @@ def check_resumable(job: JobHistory, steps: int | None, quotas: QuotaUses) -> No
     if steps <= job.version:
         raise UserError("steps", steps, f"{job.version} steps are done already: give more")
     with_steps(job.spec, steps)
+
+
+def delete_asked(event: DeleteAsked, history: History, outbox: Outbox, *, now: float) -> None:
+    """Have a checkpoint be no more, if that is possible."""
+    job = history.jobs.get(event.job)
+    try:
+        checkpoint = None if job is None else deletable(job, event.version, history)
+    except UserError:
+        return  # It was possible when it was asked.
+    if job is not None and checkpoint is not None:
+        outbox.record(CheckpointDeleted(job=job.job, version=event.version, wall_s=now))
+        outbox.log(f"checkpoint={event.version} is deleted", job=job.job)
+        keep = tuple(x.version for x in job.checkpoints)
+        outbox.do(PruneCheckpoints(job=job.job, url=checkpoint.url, keep=keep, drop=(event.version,)))
+
+
+def deletable(job: JobHistory, version: Step, history: History) -> CheckpointCommitted:
+    """The checkpoint of that version, which nobody needs.
+
+    Raises:
+        UserError: there is none, or it is needed.
+    """
+    found = next((x for x in job.checkpoints if x.version == version), None)
+    if found is None:
+        has = ", ".join(str(x.version) for x in job.checkpoints) or "none"
+        raise UserError("version", version, f"there is no such checkpoint, {job.job} has {has}")
+    if job.end is None:
+        hint = "has not ended, and may need its checkpoints: cancel it first, or submit with a smaller checkpoint.keep"
+        raise UserError("job", job.job, hint)
+    if version in begun_from(job.job, history.jobs.values()):
+        raise UserError(
+            "version", version, "another job begins with it: delete it once that has one of its own"
+        )
+    return found
 
 
 def end_unbegun(job: JobHistory, history: History, outbox: Outbox, *, now: float) -> bool:

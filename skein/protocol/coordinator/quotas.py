@@ -82,7 +82,7 @@ class QuotaUses:
                 hint = f"so many jobs of namespace {namespace} wait already: cancel or pause some, {_MORE}"
                 raise OverQuotaError("quota.queued_jobs", shown, hint)
             if use.quota == "stored_bytes" and use.used >= use.most:
-                hint = f"so much is stored for namespace {namespace}: ask the operator of the coordinator for more"
+                hint = f"so much is stored for namespace {namespace}: skein checkpoints delete, {_MORE}"
                 raise OverQuotaError("quota.stored_bytes", shown, hint)
 
     def check_size(self, namespace: str, num_bytes: int) -> None:

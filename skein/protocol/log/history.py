@@ -279,6 +279,9 @@ class History:
                 job.damaged.pop(record.version, None)
                 if not record.is_whole:
                     job.damaged[record.version] = record.reason
+            case records.CheckpointDeleted():
+                job.checkpoints = [c for c in job.checkpoints if c.version != record.version]
+                job.damaged.pop(record.version, None)
             case records.RolledBack():
                 assert record.from_version == job.version >= record.to_version
                 job.given_up |= _absent(job)

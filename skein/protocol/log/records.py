@@ -139,6 +139,15 @@ class CheckpointChecked:
     wall_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDeleted:
+    """A checkpoint of a job that has ended is no more, as a client wants it; its files go after this."""
+
+    job: JobId
+    version: Step
+    wall_s: float
+
+
 def checkpoint_folder(version: Step) -> str:
     """Name of a checkpoint's folder inside its job's, wherever checkpoints lie.
 
@@ -355,6 +364,7 @@ JobRecord = (
     | Evaluated
     | CheckpointCommitted
     | CheckpointChecked
+    | CheckpointDeleted
     | RolledBack
     | Diverged
     | Averaged

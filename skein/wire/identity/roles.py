@@ -33,6 +33,7 @@ ROLES: Final[Mapping[str, frozenset[CallerRole]]] = {
     "Checkpoint/Manifest": _WORKERS | _SUBMITTERS,
     "Checkpoint/List": _VIEWERS,
     "Checkpoint/Verify": _SUBMITTERS,
+    "Checkpoint/Delete": _SUBMITTERS,
     "Enrol/Enrol": frozenset(CallerRole),
     "Enrol/Renew": frozenset(CallerRole),
     "Identities/CreateToken": _ADMINS,

@@ -59,6 +59,11 @@ class CheckpointStub:
                 request_serializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.CheckpointView.FromString,
                 _registered_method=True)
+        self.Delete = channel.unary_unary(
+                '/skein.wire.v1.Checkpoint/Delete',
+                request_serializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.DeleteCheckpointRequest.SerializeToString,
+                response_deserializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.ListCheckpointsReply.FromString,
+                _registered_method=True)
 
 
 class CheckpointServicer:
@@ -99,6 +104,13 @@ class CheckpointServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Delete(self, request, context):
+        """Deletes one of a job that has ended; gives those that are left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CheckpointServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +138,11 @@ def add_CheckpointServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.VerifyRequest.FromString,
                     response_serializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.CheckpointView.SerializeToString,
+            ),
+            'Delete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Delete,
+                    request_deserializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.DeleteCheckpointRequest.FromString,
+                    response_serializer=skein_dot_wire_dot_v1_dot_checkpoint__pb2.ListCheckpointsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +280,33 @@ class Checkpoint:
             '/skein.wire.v1.Checkpoint/Verify',
             skein_dot_wire_dot_v1_dot_checkpoint__pb2.VerifyRequest.SerializeToString,
             skein_dot_wire_dot_v1_dot_checkpoint__pb2.CheckpointView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Delete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/skein.wire.v1.Checkpoint/Delete',
+            skein_dot_wire_dot_v1_dot_checkpoint__pb2.DeleteCheckpointRequest.SerializeToString,
+            skein_dot_wire_dot_v1_dot_checkpoint__pb2.ListCheckpointsReply.FromString,
             options,
             channel_credentials,
             insecure,

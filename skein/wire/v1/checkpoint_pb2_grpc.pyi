@@ -41,6 +41,8 @@ class CheckpointStub:
     """The checkpoints of a job that are kept, oldest first; nothing is read."""
     Verify: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.VerifyRequest, _checkpoint_pb2.CheckpointView]
     """One of them, after all of it was read; what is found to be damaged, or whole again, is recorded."""
+    Delete: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.DeleteCheckpointRequest, _checkpoint_pb2.ListCheckpointsReply]
+    """Deletes one of a job that has ended; gives those that are left."""
 
 @_typing.type_check_only
 class CheckpointAsyncStub(CheckpointStub):
@@ -55,6 +57,8 @@ class CheckpointAsyncStub(CheckpointStub):
     """The checkpoints of a job that are kept, oldest first; nothing is read."""
     Verify: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.VerifyRequest, _checkpoint_pb2.CheckpointView]  # type: ignore[assignment]
     """One of them, after all of it was read; what is found to be damaged, or whole again, is recorded."""
+    Delete: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.DeleteCheckpointRequest, _checkpoint_pb2.ListCheckpointsReply]  # type: ignore[assignment]
+    """Deletes one of a job that has ended; gives those that are left."""
 
 class CheckpointServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -96,5 +100,13 @@ class CheckpointServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoint_pb2.CheckpointView, _abc.Awaitable[_checkpoint_pb2.CheckpointView]]:
         """One of them, after all of it was read; what is found to be damaged, or whole again, is recorded."""
+
+    @_abc_1.abstractmethod
+    def Delete(
+        self,
+        request: _checkpoint_pb2.DeleteCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_checkpoint_pb2.ListCheckpointsReply, _abc.Awaitable[_checkpoint_pb2.ListCheckpointsReply]]:
+        """Deletes one of a job that has ended; gives those that are left."""
 
 def add_CheckpointServicer_to_server(servicer: CheckpointServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

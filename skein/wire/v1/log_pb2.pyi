@@ -125,6 +125,7 @@ class Record(_message.Message):
     JOB_RESUMED_FIELD_NUMBER: _builtins.int
     DATA_COUNTED_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_DELETED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def epoch_opened(self) -> Global___EpochOpened: ...
     @_builtins.property
@@ -163,6 +164,8 @@ class Record(_message.Message):
     def data_counted(self) -> Global___DataCounted: ...
     @_builtins.property
     def quarantined(self) -> Global___Quarantined: ...
+    @_builtins.property
+    def checkpoint_deleted(self) -> Global___CheckpointDeleted: ...
     def __init__(
         self,
         *,
@@ -185,12 +188,13 @@ class Record(_message.Message):
         job_resumed: Global___JobResumed | None = ...,
         data_counted: Global___DataCounted | None = ...,
         quarantined: Global___Quarantined | None = ...,
+        checkpoint_deleted: Global___CheckpointDeleted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "data_counted", b"data_counted", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "quarantined", b"quarantined", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "checkpoint_deleted", b"checkpoint_deleted", "data_counted", b"data_counted", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "quarantined", b"quarantined", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "data_counted", b"data_counted", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "quarantined", b"quarantined", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "checkpoint_deleted", b"checkpoint_deleted", "data_counted", b"data_counted", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "quarantined", b"quarantined", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident", "drained", "averaged", "diverged", "checkpoint_checked", "halt_asked", "job_held", "job_resumed", "data_counted", "quarantined"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident", "drained", "averaged", "diverged", "checkpoint_checked", "halt_asked", "job_held", "job_resumed", "data_counted", "quarantined", "checkpoint_deleted"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -596,6 +600,33 @@ class CheckpointChecked(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckpointChecked: _TypeAlias = CheckpointChecked  # noqa: Y015
+
+@_typing.final
+class CheckpointDeleted(_message.Message):
+    """Somebody wants a checkpoint to be no more; its files are deleted after this."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    version: _builtins.int
+    wall_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        version: _builtins.int = ...,
+        wall_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointDeleted: _TypeAlias = CheckpointDeleted  # noqa: Y015
 
 @_typing.final
 class RolledBack(_message.Message):

@@ -89,6 +89,15 @@ def test_checkpoints_are_listed_and_verified_one_by_one(coordinator: Scripted, c
     assert coordinator.script.verified == [10, 20]
 
 
+def test_checkpoints_are_deleted_all_or_one(coordinator: Scripted, capsys: Captured) -> None:
+    coordinator.script.checkpoints = [seen(version, Condition.WHOLE) for version in (10, 20, 30)]
+    assert run(["checkpoints", "delete", "first-job-1", "--version", "20"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["VERSION", "10", "30"]
+    assert run(["checkpoints", "delete", "first-job-1"]) == 0
+    assert capsys.readouterr().out == "first-job-1 has no checkpoint any more\n"
+    assert coordinator.script.checkpoints == []
+
+
 def test_a_damaged_checkpoint_makes_verify_fail_and_says_why(coordinator: Scripted, capsys: Captured) -> None:
     damaged = seen(20, Condition.DAMAGED, "stage-000 is not there")
     coordinator.script.checkpoints = [seen(10, Condition.WHOLE), damaged]
