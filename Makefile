@@ -66,6 +66,9 @@ matrix: setup ## tests of long matrices (shapes, strikes, moments, rules, seeds)
 	SKEIN_MATRIX=entire $(UNITS) -o asyncio_debug=true $(PYTEST_ARGS)
 	SKEIN_MATRIX=entire $(TEST_ENV) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
 
+choices: setup ## 300 drawn fleets: no plan slower than the best order that is known
+	SKEIN_MATRIX=entire $(TEST_ENV) $(BIN)/python -m pytest tests/plan/test_starts.py $(PYTEST_ARGS)
+
 scale: setup ## a thousand simulated workers
 	$(BIN)/skein bench scale
 

@@ -8,6 +8,7 @@ Rules of this file
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from skein.plan.replan.routing import always
 from skein.plan.route.bounds.bound import Bound, Effort, lower_bound
 from skein.plan.route.evaluate import jittered_mean_s
 from skein.plan.route.job_problem import Posed, pose, resized
-from skein.plan.route.orders import FIRST_COME, named_orders
+from skein.plan.route.orders import named_orders
 from skein.plan.route.plan_routing import routing_of
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.rounds import slices
@@ -146,18 +147,18 @@ class _Hunt:
         held, loads = self.held, stage_loads(self.job, plan.stages)
         move_s = None if held is None else held.move_s(plan.stages, loads, self.pool)
         posed = pose(self.job, self.fleet, plan, self.pool, move_s=move_s)
-        orders = named_orders(posed.problem, posed.worker_of, posed.path)
-        if (
-            FIRST_COME not in orders
-            or (posed.problem.slots[posed.worker_of, posed.problem.stage_of] < 1).any()
-        ):
+        if (posed.problem.slots[posed.worker_of, posed.problem.stage_of] < 1).any():
             return plan
-        own = routing_of(plan, posed)
-        if own is not None:
-            orders = {**orders, "its own": own}
         search = Search(posed.problem, seed=self.seed)
-        founds = ((search.consider(routing), name) for name, routing in orders.items())
-        started = min((found.jittered_s, name) for found, name in founds if found is not None)
+        own = routing_of(plan, posed)
+        orders = chain(
+            named_orders(posed.problem, posed.worker_of, posed.path),
+            () if own is None else (("its own", own),),
+        )
+        founds = ((search.consider(routing), name) for name, routing in orders)
+        started = min(((found.jittered_s, name) for found, name in founds if found is not None), default=None)
+        if started is None:
+            return plan
         # Other numbers of holders would move state, so they are tried only where nothing is held.
         other = None if held is not None else resized(posed)
         num_moves = num_moves_in(budget_s, posed.problem.num_ops) // (1 if other is None else 2)

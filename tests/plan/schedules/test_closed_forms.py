@@ -3,7 +3,7 @@
 import pytest
 
 from tests.plan.schedules.builders import cut_for, links, share, uniform
-from tests.support.scheduling.depth import latency_aware_depths
+from tests.support.scheduling.depth import depth_options
 from tests.support.scheduling.ops import PipelineSchedule, one_f_one_b
 from tests.support.scheduling.pricing import Cut
 from tests.support.scheduling.simulate import Simulation, simulate
@@ -16,7 +16,7 @@ PIPELINES = pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 4), (4, 8), (4, 16)
 def deep(p: int, m: int, latency_s: float) -> tuple[tuple[int, ...], Simulation]:
     """1F1B to the depths that the latency asks for; backward twice the forward."""
     cut: Cut = cut_for("one_f_one_b", p, 1)
-    depths = latency_aware_depths(cut, links(p, latency_s), m)
+    depths, *_ = depth_options(cut, links(p, latency_s), m)
     schedule: PipelineSchedule = one_f_one_b(cut.shape(m), depths)
     return depths, simulate(schedule, cut.stages, links(p, latency_s))
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from skein.errors import UserError
+from skein.plan.route.depths import cut_depths
 from tests.plan.schedules.builders import cut_for, links, shapes
-from tests.support.scheduling.depth import cut_depths
 from tests.support.scheduling.legality import peaks, violations
 from tests.support.scheduling.ops import PipelineOpKind, PipelinePlacement, Shape, one_f_one_b
 from tests.support.scheduling.simulate import simulate
