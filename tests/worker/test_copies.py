@@ -13,6 +13,7 @@ from torch import Tensor
 
 from skein.plan.plan import Schedule
 from skein.protocol.messages.directives import Assign, ChunkAssignment, Decision, SourceKind, StateSource
+from skein.protocol.worker.ops import SnapshotOp
 from skein.protocol.worker.worker_io import (
     BuildFailed,
     Built,
@@ -21,7 +22,7 @@ from skein.protocol.worker.worker_io import (
     PrefetchEnded,
     PrefetchFailed,
 )
-from skein.types import Epoch, Generation, StageIndex, Step, WorkerId
+from skein.types import Epoch, Generation, JobId, StageIndex, Step, WorkerId
 from skein.wire.v1 import peer_pb2
 from tests.support import extent
 from tests.worker.holders import JOB, Keeper, holding, keeping, prefetch_of, snapshot
@@ -290,6 +291,19 @@ async def test_going_back_takes_snapshots_too_and_says_so(lab: Lab) -> None:
         await snapshot(lab, holders, 1)
         holders[0].copies.carry_out(DropCopies(followed=(), backups_before=Step(0), above=Step(0)))
         assert await holders[0].snapshots() == ()
+
+
+async def test_snapshots_of_a_job_that_is_over_are_not_told_as_those_of_the_next(lab: Lab) -> None:
+    async with holding(lab) as holders:
+        holder, stage = holders[0], lab.arrangement.stages[0].index
+        op = SnapshotOp(generation=Generation(1), version=Step(1), stage=stage, keeps_results=True)
+        lab.run(holder.member.worker, op)
+        holder.copies.snapshot_begun(JOB)
+        # The loop is busy meanwhile: what torch's thread has to say waits behind the end of the job.
+        holder.executor.call(lambda: None).result()
+        holder.copies.forget()
+        holder.copies.snapshot_begun(JobId("other-1"))
+        assert await holder.snapshots() == ()
 
 
 async def test_a_forgotten_job_leaves_nothing(lab: Lab) -> None:

@@ -57,6 +57,8 @@ class ChunkCopies:
         self._loop = asyncio.get_running_loop()
         self._from: tuple[asyncio.TaskGroup, Givers] | None = None
         self._job: JobId | None = None
+        self._num_forgotten = 0
+        """Jobs that are over: what torch's thread still says of their snapshots is true no more."""
         self._shelf = CopyShelf(self._new_copy)
 
     def start(self, group: asyncio.TaskGroup, givers: Givers, datasets: Datasets | None = None) -> None:
@@ -74,6 +76,7 @@ class ChunkCopies:
         """The job is over: drop everything."""
         self.close()
         self._job = None
+        self._num_forgotten += 1
         self._shelf.clear()
         self._executor.call(self._snapshots.clear)
 
@@ -82,22 +85,25 @@ class ChunkCopies:
     def snapshot_begun(self, job: JobId) -> None:
         """A SnapshotOp has ended: complete what it began, between other ops, and tell what is here."""
         self._job = job
-        self._executor.call(self._complete_snapshots)
+        self._complete()
 
     def adopt(self, generation: Generation) -> None:
         """A new generation has begun."""
         self._executor.call(partial(self._snapshots.adopt, generation))
-        self._executor.call(self._complete_snapshots)
+        self._complete()
 
-    def _complete_snapshots(self) -> None:
+    def _complete(self) -> None:
+        self._executor.call(partial(self._complete_snapshots, self._num_forgotten))
+
+    def _complete_snapshots(self, num_forgotten: int) -> None:
         """On the torch thread: one piece, and the next behind what else is waiting there."""
         if self._snapshots.copy_some():
-            self._executor.call(self._complete_snapshots)
+            self._executor.call(partial(self._complete_snapshots, num_forgotten))
         else:
-            self._loop.call_soon_threadsafe(self._tell_snapshots, self._snapshots.held())
+            self._loop.call_soon_threadsafe(self._tell_snapshots, num_forgotten, self._snapshots.held())
 
-    def _tell_snapshots(self, held: tuple[ChunkVersion, ...]) -> None:
-        if self._job is not None:
+    def _tell_snapshots(self, num_forgotten: int, held: tuple[ChunkVersion, ...]) -> None:
+        if self._job is not None and num_forgotten == self._num_forgotten:
             self._post(SnapshotsHeld(job=self._job, copies=held))
 
     # --- what peers get ---
@@ -194,4 +200,4 @@ class ChunkCopies:
         above = command.above
         if above is not None:
             self._executor.call(partial(self._snapshots.drop_above, above))
-            self._executor.call(self._complete_snapshots)
+            self._complete()
