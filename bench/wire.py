@@ -95,6 +95,7 @@ class Station:
             name,
             group=group,
             dial=partial(open_channel_to, credentials=credentials),
+            has_checksums=credentials.wallet is None,
             on_failed=self._failed,
             statistics=statistics,
         )

@@ -209,6 +209,7 @@ class _Parts:
                 on_failed=self.inbox.on_send_failed,
                 on_taken=self.inbox.on_taken,
                 statistics=statistics,
+                has_checksums=setting.credentials.wallet is None,
             )
             keeping = []
             if (wallet := setting.credentials.wallet) is not None:

@@ -128,6 +128,7 @@ class LaneOutbox:
         statistics: Statistics,
         on_failed: OnFailed,
         on_taken: OnTaken = ignore_taken,
+        has_checksums: bool = True,
     ) -> None:
         self.to = to
         self.lane = lane
@@ -137,6 +138,7 @@ class LaneOutbox:
         self._statistics = statistics
         self._on_failed = on_failed
         self._on_taken = on_taken
+        self._has_checksums = has_checksums
         self._waiting: list[tuple[tuple[int, ...], int, _Parcel]] = []
         self._unanswered: dict[int, _Parcel] = {}
         self._resting: dict[_Parcel, asyncio.TimerHandle] = {}
@@ -285,7 +287,7 @@ class LaneOutbox:
             if number not in self._unanswered:
                 return
             self._credit -= part.num_bytes
-            await call.write(part.message(number))
+            await call.write(part.message(number, has_checksum=self._has_checksums))
             self._statistics.sent(self.to.worker, parcel.envelope, part.num_bytes)
             parcel.num_bytes += part.num_bytes
         parcel.sent_s = self._now()

@@ -36,10 +36,11 @@ class Outgoing:
         """A copy of its bytes."""
         return b"".join(self.pieces)
 
-    def message(self, number: int) -> bytes:
-        """The part as it travels, with its checksum."""
+    def message(self, number: int, *, has_checksum: bool = True) -> bytes:
+        """The part as it travels."""
         data = self.pieces[0] if len(self.pieces) == 1 else memoryview(self.data())
-        return write_part(tensor=number, offset=self.offset, data=data, checksum=checksum(data))
+        told = checksum(data) if has_checksum else 0
+        return write_part(tensor=number, offset=self.offset, data=data, checksum=told)
 
 
 def outgoing(bundle: Bundle, part_bytes: SizeOfNext = lambda: PART_BYTES) -> Iterator[Outgoing]:

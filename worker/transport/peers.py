@@ -42,6 +42,8 @@ class Peers:
         dial_directly: the same at the peer's address, where `dial` may go another way.
         on_failed: told when a peer did not take what was sent to it.
         on_taken: told of each tensor that a peer has accepted, and how long that took.
+        has_checksums: whether parts of tensors carry one; between certificates TLS refuses what was changed on its way,
+            and peers look at none.
         fetch_patience_s: raise this if a donor's longest op, during which it copies no state, takes longer.
     """
 
@@ -57,6 +59,7 @@ class Peers:
         statistics: Statistics,
         limits: Limits | None = None,
         patience: PeerPatience | None = None,
+        has_checksums: bool = True,
         fetch_patience_s: float = 60.0,
     ) -> None:
         self._me = me
@@ -67,6 +70,7 @@ class Peers:
         self._on_taken = on_taken
         self._statistics = statistics
         self._patience = patience or PeerPatience()
+        self._has_checksums = has_checksums
         self._fetcher = Fetcher(
             dial=dial, limits=limits or Limits(), statistics=statistics, patience_s=fetch_patience_s
         )
@@ -228,6 +232,7 @@ class Peers:
             statistics=self._statistics,
             on_failed=self._on_failed,
             on_taken=self._on_taken,
+            has_checksums=self._has_checksums,
         )
         self._outboxes[to.worker, lane] = (outbox, self._group.create_task(outbox.run()))
         return outbox

@@ -354,7 +354,8 @@ class TensorData(_message.Message):
     data: _builtins.bytes
     checksum: _builtins.int
     """Of `data`: 64-bit little-endian words in rows of 1024, summed along rows, then along columns, modulo 2^64; CRC-32 as
-    in zlib of these sums and of what makes no whole row. So below 8 KiB it is that of `data`.
+    in zlib of these sums and of what makes no whole row. So below 8 KiB it is that of `data`. 0 between certificates,
+    where TLS refuses what was changed on its way, and nobody looks at it.
     """
     def __init__(
         self,

@@ -162,6 +162,7 @@ async def sending(
             A,
             group=group,
             dial=partial(open_channel_to, credentials=credentials),
+            has_checksums=credentials.wallet is None,
             on_failed=lambda *failure: failed.put_nowait(failure),
             on_taken=lambda *taking: taken.put_nowait(taking),
             statistics=statistics,

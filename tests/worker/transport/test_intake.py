@@ -16,9 +16,12 @@ from skein.wire.extra import (
     TensorRefused,
     TensorStart,
 )
-from tests.worker.transport.loopback import A, Arrived, hop_envelope, shard_envelope
+from skein.wire.identity.names import LOCAL, Caller, worker_caller
+from tests.worker.transport.loopback import A, Arrived, hop_envelope, shard_envelope, tensor_of
 from worker.bundle import Limits
 from worker.transport.checksum import checksum
+from worker.transport.framing import FramedPart, read_part
+from worker.transport.parts import outgoing
 from worker.transport.receiving.intake import Inbox, Intake
 from worker.transport.receiving.window import Window
 from worker.transport.statistics import Statistics
@@ -41,8 +44,8 @@ class Intaken:
             statistics=self.statistics,
         )
 
-    def inbox(self) -> Inbox:
-        inbox = Inbox(self.intake, Window())
+    def inbox(self, caller: Caller = LOCAL) -> Inbox:
+        inbox = Inbox(self.intake, Window(), caller)
         inbox.open(now=0.0)
         return inbox
 
@@ -106,6 +109,17 @@ def test_a_part_that_does_not_fit_refuses_its_tensor_as_corrupt(spoil: Spoil) ->
     inbox.take(start(2), now=0.0)
     assert inbox.take(data(2), now=0.0) == [TensorAccepted(tensor=2)]
     assert len(here.delivered) == 1
+
+
+def test_between_certificates_parts_have_no_checksum() -> None:
+    here = Intaken()
+    inbox = here.inbox(worker_caller(A))
+    inbox.take(start(), now=0.0)
+    [part] = outgoing((tensor_of(4),))
+    framed = read_part(part.message(1, has_checksum=False))
+    assert isinstance(framed, FramedPart)
+    assert framed.checksum == 0 != checksum(framed.data)
+    assert inbox.take(framed, now=0.0) == [TensorAccepted(tensor=1)]
 
 
 @pytest.mark.parametrize("reason", list(Refusal))

@@ -105,6 +105,8 @@ class Inbox:
 
     def __init__(self, intake: Intake, window: Window, caller: Caller | None = LOCAL) -> None:
         self._caller = caller
+        # Between certificates TLS has refused what was changed on its way.
+        self._has_checksums = caller == LOCAL
         self._intake = intake
         self._window = window
         self._start: TensorStart | None = None
@@ -180,7 +182,7 @@ class Inbox:
         else:
             # Where they are to be, and aligned: what does not fit is overwritten or dropped.
             self._buffer[self._filled : end] = part.data
-            if checksum(self._buffer[self._filled : end]) != part.checksum:
+            if self._has_checksums and checksum(self._buffer[self._filled : end]) != part.checksum:
                 text = f"checksum of bytes {part.offset} to {end} does not fit"
         if text:
             self.close()
