@@ -1,8 +1,9 @@
 """Whole simulated jobs: a fleet, a job, a schedule of faults, and what must hold of the outcome."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from types import MappingProxyType
 
 from skein import rng
 from skein.config.job import JobSpec
@@ -72,8 +73,9 @@ def make_world(
     seed: int,
     new_world: NewWorld = World,
     others: Sequence[JobSpec] = (),
+    after_s: Mapping[int, float] = MappingProxyType({}),
 ) -> World:
-    """A world with a coordinator, `fleet`, and `job` and `others` submitted."""
+    """A world with a coordinator, `fleet`, and `job` and `others` submitted, by number some of them later."""
     sites = tuple(SiteId(f"site{index}") for index in range(fleet.num_sites))
     world = new_world(sites, seed=seed)
     world.start_coordinator()
@@ -85,13 +87,17 @@ def make_world(
         site = sites[index * fleet.num_sites // fleet.num_workers]
         world.add_worker(name, site, flops_per_s=speed, memory_bytes=fleet.memory_bytes)
     for number, spec in enumerate((job, *others)):
-        _submit(world, spec, f"sim-{number}" if number else "sim")
+        key = f"sim-{number}" if number else "sim"
+        world.submitted[key] = spec
+        if number in after_s:
+            world.clock.at(after_s[number], partial(_submit, world, spec, key))
+        else:
+            _submit(world, spec, key)
     return world
 
 
 def _submit(world: World, job: JobSpec, key: str) -> None:
     """Ask, and again as a client does that has no answer: the key makes it one job."""
-    world.submitted[key] = job
     if not any(isinstance(record, JobSubmitted) and record.key == key for record in world.log):
         world.tell(SubmitAsked(key=key, spec=job))
         world.clock.after(SUBMIT_AGAIN_S, partial(_submit, world, job, key))
@@ -229,7 +235,9 @@ def disturbed(
 ) -> World:
     """A world of this shape that the faults of a seed are going to strike."""
     job, *others = (part.job(steps=steps) for part in shape.each)
-    world = make_world(job, small_fleet(shape), seed=seed, new_world=new_world, others=others)
+    later = {number: part.after_s for number, part in enumerate(shape.each) if part.after_s}
+    fleet = small_fleet(shape)
+    world = make_world(job, fleet, seed=seed, new_world=new_world, others=others, after_s=later)
     world.transport.repeat_every = REPEAT_EVERY
     schedule_faults(
         world,

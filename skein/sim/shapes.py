@@ -46,6 +46,9 @@ class SimShape:
     """Share of the steps that are computed again without one worker."""
     rule: str = ""
     """A word of `RULES`; none: plain sums along `pattern`, and AdamW."""
+    priority: int = 0
+    after_s: float = 0.0
+    """Time at which the job is submitted."""
     others: tuple["SimShape", ...] = ()
     """Shapes of the jobs that are submitted with it, to the same workers."""
 
@@ -78,6 +81,7 @@ class SimShape:
             budget=BudgetSpec(steps=steps),
             evaluation=EvaluationSpec(every_steps=every, samples=4),
             checkpoint=CheckpointSpec(every_steps=every, keep=2),
+            priority=self.priority,
         )
 
 
@@ -94,6 +98,8 @@ def shape_of(text: str) -> SimShape:
     4
     >>> [part.text for part in shape_of("line 2x2 on 8 + loop 2x2").each]
     ['line 2x2 on 8', 'loop 2x2']
+    >>> [(part.priority, part.after_s) for part in shape_of("line 2x2 + line 2x2 priority 1 after 3.5").each]
+    [(0, 0.0), (1, 3.5)]
     """
     first, *more = text.split(" + ")
     return replace(_one(first), text=text, others=tuple(_one(other) for other in more))
@@ -106,7 +112,7 @@ def _one(text: str) -> SimShape:
         stages, replicas = (int(number) for number in words.pop(0).split("x"))
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
         pattern: PatternName = "auto"
-        rule, num_slow, checked = "", 0, 0.0
+        rule, num_slow, checked, priority, after_s = "", 0, 0.0, 0, 0.0
         while words:
             match words.pop(0):
                 case "tied":
@@ -121,6 +127,10 @@ def _one(text: str) -> SimShape:
                         raise UserError("shape", rule, f"rules are {', '.join(RULES)}")
                 case "on":
                     num_workers = int(words.pop(0))
+                case "priority":
+                    priority = int(words.pop(0))
+                case "after":
+                    after_s = float(words.pop(0))
                 case "slow":
                     num_slow = int(words.pop(0))
                 case "checked":
@@ -141,6 +151,8 @@ def _one(text: str) -> SimShape:
         num_slow=num_slow,
         checked=checked,
         rule=rule,
+        priority=priority,
+        after_s=after_s,
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from skein.config.resources import ResourcesSpec, parse_labels
 from skein.protocol.coordinator.coordinator_io import CancelAsked, Send
 from skein.protocol.coordinator.runs.gathering import GATHER_S
-from skein.protocol.coordinator.scheduling.scheduler import LOOK_S
+from skein.protocol.coordinator.scheduling.scheduler import LATE_S, LOOK_S
 from skein.protocol.coordinator.scheduling.sharing import KEEP_S
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import GenerationOpened
@@ -168,6 +168,19 @@ def test_a_job_says_what_workers_it_waits_for_where_as_many_as_it_takes_are_too_
     longer = SPEC.model_copy(update={"resources": resources.model_copy(update={"max_workers": 2})})
     third = desk.submit(longer, key="c")
     assert crews(desk)[third] == ("x", "y")
+
+
+def test_a_job_begins_with_fewer_where_workers_of_its_gang_cannot_be_spared() -> None:
+    desk = stepping()
+    desk.join("x")
+    desk.submit(SPEC.model_copy(update={"priority": 1}), key="b")
+    desk.step(PLAN)
+    assert desk.told(Save)
+    later(desk, LATE_S - 1)
+    assert SECOND not in crews(desk)
+    assert desk.machine.view.reason_of(SECOND).endswith("to end a step of another job")
+    later(desk, 2.0)
+    assert crews(desk)[SECOND] == ("x",)
 
 
 def test_a_job_that_wants_more_workers_than_are_here_says_so() -> None:

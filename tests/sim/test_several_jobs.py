@@ -31,6 +31,12 @@ def test_a_death_in_one_job_costs_the_others_nothing() -> None:
     assert not any("lost" in r.reason for r in opened if r.job == JOBS[1])
 
 
+def test_a_job_of_a_higher_priority_leaves_nobody_idle_while_those_it_called_cannot_be_spared() -> None:
+    """The store is full, so that the job that is set aside cannot be saved."""
+    shape = shape_of("line 2x2 + line 2x2 + line 4x1 priority 1 after 4")
+    judge(shape, disturbed(shape, seed=14, num_faults=8))
+
+
 def _kill_one_of(world: World, job: JobId) -> None:
     assert world.coordinator is not None
     plan = world.coordinator.view.runs[job].plan

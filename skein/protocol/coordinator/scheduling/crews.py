@@ -1,6 +1,7 @@
 """Crews: the workers of each run. A worker is with one run at most."""
 
 from collections.abc import Mapping
+from math import inf
 from types import MappingProxyType
 
 from skein.protocol.membership.membership import Entry
@@ -15,6 +16,7 @@ class Crews:
         self._owner: dict[WorkerId, JobId] = {}
         self._bound_for: dict[WorkerId, JobId | None] = {}
         """Workers that were called away, and the job that they are for; None: for none yet."""
+        self._called_at: dict[WorkerId, float] = {}
 
     def __len__(self) -> int:
         """Workers that are with a run."""
@@ -54,21 +56,27 @@ class Crews:
 
     # --- moving ---
 
-    def call(self, entry: Entry, job: JobId | None) -> bool:
+    def call(self, entry: Entry, job: JobId | None, *, now: float) -> bool:
         """Have a worker be called away for another job; whether that is news to its run."""
         is_news = not entry.is_called_away
         entry.call_away()
         self._bound_for[entry.hello.worker] = job
+        self._called_at.setdefault(entry.hello.worker, now)
         return is_news
 
     def keep(self, entry: Entry) -> None:
         """A worker stays where it is."""
         entry.stay()
         self._bound_for.pop(entry.hello.worker, None)
+        self._called_at.pop(entry.hello.worker, None)
 
     def bound_for(self, worker: WorkerId) -> JobId | None:
         """The job that a worker was called away for."""
         return self._bound_for.get(worker)
+
+    def called_at(self, worker: WorkerId) -> float:
+        """Time at which a worker was called away; never: it was not."""
+        return self._called_at.get(worker, inf)
 
     @property
     def called(self) -> tuple[WorkerId, ...]:

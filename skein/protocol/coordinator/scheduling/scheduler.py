@@ -28,6 +28,8 @@ from skein.types import Incarnation, JobId, WorkerId
 
 SETTLE_S = 5.0
 """Seconds after a loss, or a start of the coordinator, in which no worker is moved that its job can use."""
+LATE_S = 5.0
+"""Seconds that a job waits for workers of its gang that were called away for it, before it begins with fewer."""
 LOOK_S = 1.0
 """Seconds between two looks at who should be where, while nothing tells of a change."""
 SMALL_S = 5.0
@@ -314,10 +316,14 @@ class Scheduler:
                 self._call(worker, self.runs[owner], wanted, now=now)
 
     def _start_with_gang(self, job: JobHistory, shares: Shares, *, now: float) -> None:
-        """Begin a job if all of a gang is free; else say what it waits for."""
+        """Begin a job if all of a gang is free; else say what it waits for.
+
+        Workers that are late, for their run cannot save what they hold for instance, count as if they were not here.
+        """
         wanted = shares.of(job.job)
         free = frozenset(worker for worker in wanted if self._crews.owner(worker) is None)
-        least = self._num_least_of(job, len(self._may_use(job.job, job.spec)))
+        is_late = any(now >= self._crews.called_at(worker) + LATE_S for worker in wanted - free)
+        least = self._num_least_of(job, len(free if is_late else self._may_use(job.job, job.spec)))
         if len(free) >= least and free and self._fitting.lacks(job, free) is None:
             self._start(job, tuple(worker for worker in self._live if worker in free), now=now)
         else:
@@ -369,7 +375,7 @@ class Scheduler:
 
     def _call(self, worker: WorkerId, run: Run, job: JobId | None, *, now: float) -> None:
         """Call a worker away from its run, for another job or none."""
-        if self._crews.call(self._live[worker], job):
+        if self._crews.call(self._live[worker], job, now=now):
             self._out.log(f"worker={worker} is to go to {job or 'nobody'}", job=run.job.job)
             run.changed(membership.IsLeaving(worker=worker), now=now)
 
