@@ -25,7 +25,7 @@ from skein.protocol.messages.directives import (
     SourceKind,
     Start,
 )
-from skein.protocol.messages.reports import Beat, Leaving, Suspected, Trouble
+from skein.protocol.messages.reports import Beat, CheckpointUnwritten, Leaving, Suspected, Trouble
 from skein.types import JobId, JobState, WorkerId
 from tests.support.desk import Desk
 from tests.support.jobs import small_job
@@ -270,6 +270,24 @@ def test_what_is_held_is_saved_before_a_run_waits_for_lack_of_a_plan() -> None:
     desk.save()
     assert desk.told(Dismiss)["w1b"].may_exit
     assert desk.machine.view.reason_of(JobId("small-1")) == "too small"
+
+
+def test_a_run_that_cannot_save_before_it_waits_tries_with_who_comes() -> None:
+    desk = stepping(PAIRS_SPEC, PAIRS)
+    desk.step(PAIRS)
+    desk.give(DrainAsked(worker=WorkerId("w1b")))
+    desk.step(PAIRS)
+    desk.acknowledge(desk.live, held_at(2))
+    desk.plan(Infeasible(reason="too small"))
+    [(saver, asked), *_] = sorted(desk.told(Save).items())
+    desk.join("x")
+    # As long as it may be saved, that comes first.
+    assert not desk.told(NewGeneration)
+    failed = CheckpointUnwritten(
+        generation=asked.generation, version=asked.version, stage=asked.stages[0], reason="disk full"
+    )
+    desk.report(saver, failed)
+    assert "x" in desk.told(NewGeneration)
 
 
 def test_what_cannot_be_saved_keeps_nobody() -> None:

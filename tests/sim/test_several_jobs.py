@@ -37,6 +37,12 @@ def test_a_job_of_a_higher_priority_leaves_nobody_idle_while_those_it_called_can
     judge(shape, disturbed(shape, seed=14, num_faults=8))
 
 
+def test_a_job_that_cannot_be_saved_goes_on_with_who_comes() -> None:
+    """The store hangs when the last workers of a job lose their data, and others are given to it."""
+    shape = shape_of("line 2x2 on 5 + line 2x2 + line 2x2")
+    judge(shape, disturbed(shape, seed=91003207, num_faults=8))
+
+
 def _kill_one_of(world: World, job: JobId) -> None:
     assert world.coordinator is not None
     plan = world.coordinator.view.runs[job].plan

@@ -103,6 +103,7 @@ class Run:
                 parts.vigil.moved(now=now)
                 parts.savings.heard(worker, report, now=now)
                 self._show_savings()
+                self._save_on(now=now)
             case reports.PeersSeen():
                 self.tick(now=now)
             case reports.Hello() | reports.LinksMeasured() | reports.SpeedMeasured() | reports.Leaving():
@@ -199,7 +200,19 @@ class Run:
         elif course.is_watched() and now >= parts.vigil.barks_at(self.plan):
             reason = parts.vigil.barked(self.phase, parts.incidents, parts.blame, now=now)
             self._fence.open(reason, now=now)
-        elif course.is_in(phases.SavePhase):
+        else:
+            self._save_on(now=now)
+
+    def _save_on(self, *, now: float) -> None:
+        """Save again what failed; where the run would only wait then, rather try with workers that came meanwhile."""
+        phase, parts = self.phase, self._parts
+        if not isinstance(phase, phases.SavePhase):
+            return
+        would_wait = isinstance(phase.then, phases.ThenWait) and self.job.halt is None
+        has_failed = parts.savings.again_at is not None
+        if would_wait and has_failed and parts.gathering.has_newcomer and parts.candidates():
+            self._fence.open("workers came while it could not be saved", now=now)
+        else:
             parts.savings.tick(now=now)
 
     def _gather(self, *, now: float) -> None:
