@@ -307,6 +307,7 @@ async def _identity(setting: WorkerSetting, executor: Executor, port: int) -> Id
         secret=setting.secret,
         offers_relay=setting.offers_relay,
         labels=setting.labels,
+        offers=tuple(sorted(setting.places.data.offers)),
     )
     _log.info(
         "worker=%s site=%s address=%s joins %s: %s",

@@ -11,6 +11,7 @@ import click
 from client.documents import end_of_documents
 from client.planning.estimates import estimate_of_job
 from skein.config.job import MOST_STEPS, JobSpec, read_spec
+from skein.config.location import OFFERED
 from skein.errors import UserError
 from skein.protocol.coordinator.runs.watching.measuring import PARTED
 from skein.protocol.log.incident import cost, remedied, what
@@ -261,7 +262,8 @@ def worker_row(status: WorkerStatus) -> tuple[str, ...]:
 
 
 def _labelled(status: WorkerStatus) -> str:
-    return f" ({', '.join(map(str, status.labels))})" if status.labels else ""
+    said = [*map(str, status.labels), *(f"{OFFERED}{name}" for name in status.offers)]
+    return f" ({', '.join(said)})" if said else ""
 
 
 def _reached(status: WorkerStatus) -> str:

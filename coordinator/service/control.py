@@ -10,7 +10,8 @@ import grpc
 from coordinator.driver import Driver
 from coordinator.lead.lease import Lead
 from coordinator.streams import Stream
-from skein.config.resources import Label, check_labels
+from skein.config.location import check_offers
+from skein.config.resources import check_labels
 from skein.errors import RemoteError, UserError
 from skein.protocol.messages.directives import Refused
 from skein.protocol.messages.reports import Hello
@@ -101,7 +102,7 @@ async def _hello(reports: AsyncIterator[control_pb2.Report]) -> Hello:
     _check_name("worker", first.worker)
     _check_name("incarnation", first.incarnation)
     _check_name("site", first.site)
-    _check_labels(first.labels)
+    _check_said(first)
     if len(first.secret) > MAX_SECRET or len(first.host) > MAX_HOST or not first.host.isprintable():
         raise RemoteError(
             f"a secret of at most {MAX_SECRET} characters and a host of at most {MAX_HOST} are wanted"
@@ -128,9 +129,10 @@ def _check_name(field: str, name: WorkerId | str) -> None:
         )
 
 
-def _check_labels(labels: tuple[Label, ...]) -> None:
+def _check_said(hello: Hello) -> None:
     try:
-        check_labels("labels", labels)
+        check_labels("labels", hello.labels)
+        check_offers(hello.offers, field="offers")
     except UserError as error:
         raise RemoteError(str(error)) from error
 

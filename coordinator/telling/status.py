@@ -160,6 +160,7 @@ class Roster:
             measured_age_s=max(0.0, now - entry.measured_at),
             offers_relay=entry.hello.offers_relay,
             labels=entry.hello.labels,
+            offers=entry.hello.offers,
             reached_by=self._reached_by(worker),
         )
 

@@ -185,6 +185,19 @@ def parse_offered(path: str, *, field: str) -> OfferedPath | None:
     return OfferedPath(name=name, below=tuple(below))
 
 
+def check_offers(names: Sequence[str], *, field: str) -> None:
+    """Returns if these are names under which one worker may offer data.
+
+    Raises:
+        UserError: one is no name, or there are too many.
+    """
+    if len(names) > MAX_OFFERS:
+        raise UserError(field, len(names), f"give at most {MAX_OFFERS}: jobs name what lies below, too")
+    for name in names:
+        if _NAME.fullmatch(name) is None:
+            raise UserError(field, name[:_MAX_CHARACTERS], f"{name!r} is no name: {_NAMED}")
+
+
 def parse_offers(texts: Sequence[str]) -> dict[str, Path]:
     """Paths that a worker offers, by name, from what its owner writes: NAME=PATH each.
 
@@ -194,16 +207,13 @@ def parse_offers(texts: Sequence[str]) -> dict[str, Path]:
     >>> parse_offers(["books=/srv/books"])
     {'books': PosixPath('/srv/books')}
     """
-    if len(texts) > MAX_OFFERS:
-        raise UserError(DATA_OPTION, len(texts), f"give at most {MAX_OFFERS}: jobs name what lies below, too")
     offers: dict[str, Path] = {}
     for text in texts:
         name, separator, path = text.partition("=")
         if not separator or not path or "\0" in path:
             raise UserError(DATA_OPTION, text, "give a name and a path, such as books=/srv/books")
-        if _NAME.fullmatch(name) is None:
-            raise UserError(DATA_OPTION, text, f"{name!r} is no name: {_NAMED}")
         if name in offers:
             raise UserError(DATA_OPTION, text, f"{name} is {offers[name]} already: give each name once")
         offers[name] = Path(path)
+    check_offers(tuple(offers), field=DATA_OPTION)
     return offers

@@ -186,6 +186,8 @@ class WorkerStatus:
     it dialled, "" for the coordinator."""
     labels: tuple[Label, ...] = ()
     """Labels that its owner gave it."""
+    offers: tuple[str, ...] = ()
+    """Names of the data that it offers to jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ def test_a_worker_says_its_labels_by_which_relays_it_is_reached_and_whether_it_i
     desk = Desk()
     desk.join("a", "b")
     labels = (Label(key="gpu", value="h100"),)
-    desk.report("c", replace(support.hello("c"), offers_relay=True, labels=labels))
+    desk.report("c", replace(support.hello("c"), offers_relay=True, labels=labels, offers=("books",)))
     desk.incarnations[WorkerId("c")] = Incarnation("c-1")
     for one, other in (("a", "b"), ("b", "a"), ("c", "a")):
         desk.report(one, LinksMeasured(links=(), unreached=(Unreached(peer=WorkerId(other)),)))
@@ -67,6 +67,7 @@ def test_a_worker_says_its_labels_by_which_relays_it_is_reached_and_whether_it_i
     assert (found[WorkerId("b")].reached_by, found[WorkerId("c")].reached_by) == ((COORDINATOR_RELAY,), ())
     assert [status.offers_relay for status in found.values()] == [False, False, True]
     assert [status.labels for status in found.values()] == [(), (), labels]
+    assert [status.offers for status in found.values()] == [(), (), ("books",)]
     metrics = CoordinatorMetrics()
     metrics.sample(
         desk.machine.view, (), relay=Switchboard(is_offered=True), num_streams=0, lag_s=0.0, now=desk.now

@@ -19,6 +19,7 @@ from coordinator.records.store import RunLog
 from coordinator.serving import Serving, ServingOptions
 from coordinator.telling.metrics import CoordinatorMetrics
 from skein import PROTOCOL_VERSION
+from skein.config.location import MAX_OFFERS
 from skein.config.resources import MAX_LABELS, Label
 from skein.errors import LocalError, UserError
 from skein.protocol.coordinator.coordinator import MAX_REFUSED
@@ -123,6 +124,8 @@ async def test_a_name_survives_a_restart_of_the_coordinator(tmp_path: Path) -> N
         hello(secret="x" * 65),
         replace(hello(), site=SiteId("here; moves there")),
         replace(hello(), labels=(Label(key="gpu", value="h100\n"),)),
+        replace(hello(), offers=("../books",)),
+        replace(hello(), offers=tuple(f"n{i}" for i in range(MAX_OFFERS + 1))),
         replace(hello(), labels=(Label(key="gpu", value="a"), Label(key="gpu", value="b"))),
         replace(hello(), labels=tuple(Label(key=f"k{i}", value="v") for i in range(MAX_LABELS + 1))),
     ],

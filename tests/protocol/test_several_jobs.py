@@ -192,3 +192,19 @@ def test_a_job_that_wants_more_workers_than_are_here_says_so() -> None:
     third = desk.submit(elsewhere, key="c")
     reason = "waiting for workers: it wants 1 at least at moon, and 0 are here"
     assert desk.machine.view.reason_of(third) == reason
+
+
+def test_a_job_waits_for_a_worker_that_offers_its_data_and_starts_with_it() -> None:
+    desk = stepping()
+    desk.join("x", "y")
+    source = SPEC.data.sources[0].model_copy(update={"path": "data://books/2024"})
+    named = SPEC.model_copy(update={"data": SPEC.data.model_copy(update={"sources": (source,)})})
+    second = desk.submit(named, key="b")
+    later(desk, 2.0)
+    assert desk.machine.view.reason_of(second) == "waiting for other workers: none offers data://books"
+    has_it = replace(hello("z", "z-1"), offers=("books", "films"))
+    desk.incarnations[has_it.worker] = has_it.incarnation
+    desk.report("z", has_it)
+    later(desk, 2.0)
+    assert "z" in crews(desk)[second]
+    assert len(crews(desk)[second]) == 2

@@ -147,12 +147,14 @@ async def test_a_program_that_embeds_the_worker_may_change_its_setting() -> None
             assert await ended == DONE
 
 
-async def test_labels_go_up_with_the_hello() -> None:
+async def test_labels_and_names_of_data_go_up_with_the_hello() -> None:
     async with puppet() as (coordinator, port):
         labels = (Label(key="gpu", value="h100"),)
-        ended = asyncio.create_task(run_worker(WorkerOptions(join=f"127.0.0.1:{port}", labels=labels)))
+        options = WorkerOptions(join=f"127.0.0.1:{port}", labels=labels, offers=("books=/nowhere", "a=/"))
+        ended = asyncio.create_task(run_worker(options))
         session = await coordinator.session()
         assert session.hello.labels == labels
+        assert session.hello.offers == ("a", "books")
         session.say(WELCOME, Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
         async with asyncio.timeout(WAIT_S):
             assert await ended == DONE

@@ -56,6 +56,8 @@ class Hello:
     """Whether it carries what others send each other."""
     labels: tuple[Label, ...] = ()
     """Labels that its owner gave it, each key once; at most `MAX_LABELS`."""
+    offers: tuple[str, ...] = ()
+    """Names of the data that its owner lets jobs name; at most `MAX_OFFERS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

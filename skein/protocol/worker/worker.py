@@ -165,6 +165,7 @@ class Worker:
                 secret=identity.secret,
                 offers_relay=identity.offers_relay,
                 labels=identity.labels,
+                offers=identity.offers,
             )
         )
         if self._is_stopping:

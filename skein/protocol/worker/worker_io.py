@@ -36,7 +36,8 @@ class Identity:
     """Identity of a worker process, and what it measured of itself.
 
     `host`: name of its machine. `secret`: known to whoever may replace it under its name at once, "" for nobody.
-    `offers_relay`: whether it carries what others send each other. `labels`: what its owner says of it.
+    `offers_relay`: whether it carries what others send each other. `labels`: what its owner says of it. `offers`:
+    names of data that it has for jobs.
     """
 
     worker: WorkerId
@@ -48,6 +49,7 @@ class Identity:
     secret: str = field(default="", repr=False)
     offers_relay: bool = False
     labels: tuple[Label, ...] = ()
+    offers: tuple[str, ...] = ()
 
 
 # --- events ---

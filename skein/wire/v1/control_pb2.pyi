@@ -693,6 +693,7 @@ class Hello(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     OFFERS_RELAY_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    OFFERS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.str
     protocol_version: _builtins.int
@@ -712,6 +713,10 @@ class Hello(_message.Message):
     def labels(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.Label]:
         """16 at most, each key once."""
 
+    @_builtins.property
+    def offers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of data that jobs may name; 64 at most."""
+
     def __init__(
         self,
         *,
@@ -727,10 +732,11 @@ class Hello(_message.Message):
         secret: _builtins.str = ...,
         offers_relay: _builtins.bool = ...,
         labels: _abc.Iterable[_ids_pb2.Label] | None = ...,
+        offers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "position", b"position", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "address", b"address", "epoch", b"epoch", "host", b"host", "incarnation", b"incarnation", "labels", b"labels", "offers_relay", b"offers_relay", "position", b"position", "profile", b"profile", "protocol_version", b"protocol_version", "secret", b"secret", "site", b"site", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "address", b"address", "epoch", b"epoch", "host", b"host", "incarnation", b"incarnation", "labels", b"labels", "offers", b"offers", "offers_relay", b"offers_relay", "position", b"position", "profile", b"profile", "protocol_version", b"protocol_version", "secret", b"secret", "site", b"site", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
     _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015

@@ -850,6 +850,7 @@ class WorkerStatus(_message.Message):
     OFFERS_RELAY_FIELD_NUMBER: _builtins.int
     REACHED_BY_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    OFFERS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     site: _builtins.str
     address: _builtins.str
@@ -868,6 +869,10 @@ class WorkerStatus(_message.Message):
 
     @_builtins.property
     def labels(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.Label]: ...
+    @_builtins.property
+    def offers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of data that it offers to jobs."""
+
     def __init__(
         self,
         *,
@@ -883,10 +888,11 @@ class WorkerStatus(_message.Message):
         offers_relay: _builtins.bool = ...,
         reached_by: _abc.Iterable[_builtins.str] | None = ...,
         labels: _abc.Iterable[_ids_pb2.Label] | None = ...,
+        offers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_job", b"_job", "job", b"job", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_job", b"_job", "address", b"address", "beat_age_s", b"beat_age_s", "job", b"job", "labels", b"labels", "measured_age_s", b"measured_age_s", "offers_relay", b"offers_relay", "profile", b"profile", "reached_by", b"reached_by", "site", b"site", "stages", b"stages", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_job", b"_job", "address", b"address", "beat_age_s", b"beat_age_s", "job", b"job", "labels", b"labels", "measured_age_s", b"measured_age_s", "offers", b"offers", "offers_relay", b"offers_relay", "profile", b"profile", "reached_by", b"reached_by", "site", b"site", "stages", b"stages", "state", b"state", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__job: _TypeAlias = _typing.Literal["job"]  # noqa: Y015
     _WhichOneofArgType__job: _TypeAlias = _typing.Literal["_job", b"_job"]  # noqa: Y015

@@ -45,13 +45,15 @@ def test_workers_and_links_say_by_which_way_they_are_reached(coordinator: Script
     me = WorkerId("w1")
     coordinator.script.workers = [
         replace(worker("w1"), reached_by=(COORDINATOR_RELAY, me, WorkerId("w3"))),
-        replace(worker("w2"), offers_relay=True, labels=parse_labels(["gpu=h100", "disk=ssd"])),
+        replace(
+            worker("w2"), offers_relay=True, labels=parse_labels(["gpu=h100", "disk=ssd"]), offers=("books",)
+        ),
     ]
     assert run(["workers"]) == 0
     out = capsys.readouterr().out
     assert "127.0.0.1:9 (by the coordinator, called back, by w3)" in out
     assert "127.0.0.1:9 (relays)" in out
-    assert "attic (disk=ssd, gpu=h100)" in out
+    assert "attic (disk=ssd, gpu=h100, data://books)" in out
     vias = (None, COORDINATOR_RELAY, me, WorkerId("w3"))
     assert [via_text(replace(link(), via=via)) for via in vias] == [
         "-",
