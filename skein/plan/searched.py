@@ -43,6 +43,11 @@ from skein.units import counted
 OPS_PER_S = 5e7
 """Ops that a search runs in a second, on a slow core: what a budget in seconds is worth."""
 
+_NUM_LOST = 2
+"""Starts that a plan tells of beside the best one."""
+_Started = Sequence[tuple[float, str]]
+"""Seconds and names of what a search began with, the best first."""
+
 
 def num_moves_in(budget_s: float, num_ops: int) -> int:
     """Moves that a budget is worth on a problem of so many ops."""
@@ -137,7 +142,7 @@ class _Hunt:
         )
         if followed is None:
             return None
-        started = (previous.predicted_step_s, "the plan before")
+        started = ((previous.predicted_step_s, "the plan before"),)
         plan = plan_of(self.job, balanced, followed.posed, followed.found, started=started)
         plan = replace(plan, reason=plan.reason.then(*followed.why))
         return self._timed(self._joined(plan, previous, followed.posed), followed.posed)
@@ -156,9 +161,13 @@ class _Hunt:
             () if own is None else (("its own", own),),
         )
         founds = ((search.consider(routing), name) for name, routing in orders)
-        started = min(((found.jittered_s, name) for found, name in founds if found is not None), default=None)
-        if started is None:
+        least_s: dict[str, float] = {}
+        for found, name in founds:
+            if found is not None:
+                least_s[name] = min(found.jittered_s, least_s.get(name, found.jittered_s))
+        if not least_s:
             return plan
+        started = sorted((seconds, name) for name, seconds in least_s.items())
         # Other numbers of holders would move state, so they are tried only where nothing is held.
         other = None if held is not None else resized(posed)
         num_moves = num_moves_in(budget_s, posed.problem.num_ops) // (1 if other is None else 2)
@@ -208,8 +217,8 @@ def searched_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     return jittered_mean_s(posed.problem, routing, num_draws=NUM_JITTERS) + silent_s
 
 
-def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: tuple[float, str]) -> Plan:
-    """The plan that a routing of `posed` describes; stages are those of `base`, `started` its best order by name."""
+def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: _Started) -> Plan:
+    """The plan that a routing of `posed` describes, with the stages of `base`."""
     problem, pool, routing = posed.problem, posed.pool, found.routing
     refs = _refs(posed, routing.worker_of)
     holders = [
@@ -294,13 +303,15 @@ def _slots(problem: Problem, routing: Routing, refs: Sequence[ChunkRef]) -> dict
     return {ref: max(1, int(slots)) for ref, slots in zip(refs, np.minimum(visits, fitting), strict=True)}
 
 
-def _reason(base: Plan, posed: Posed, found: Found, bound: Bound, started: tuple[float, str]) -> Clauses:
+def _reason(base: Plan, posed: Posed, found: Found, bound: Bound, started: _Started) -> Clauses:
     problem = posed.problem
+    (before_s, name), *others = started
+    lost = "".join(f"; {other} {seconds:.3g} s" for seconds, other in others[:_NUM_LOST])
     return Clauses(
         (
             base.reason.all[0],
             Clause(f"paths of {problem.path_len} of {counted(problem.num_stages, 'stage')}"),
-            Clause(f"{found.jittered_s:.3g} s a step, {started[0]:.3g} s before the search ({started[1]})"),
+            Clause(f"{found.jittered_s:.3g} s a step, {before_s:.3g} s before the search ({name}{lost})"),
             Clause(f"bounded by {bound.binding}"),
         )
     )
