@@ -18,7 +18,7 @@ class Clock:
     def at(self, time_s: float, action: Action) -> None:
         """Have `action` run at `time_s`, or now if that has passed."""
         self._count += 1
-        heappush(self._heap, (max(time_s, self.now), self._count, action))
+        heappush(self._heap, (time_s if time_s > self.now else self.now, self._count, action))
 
     def after(self, delay_s: float, action: Action) -> None:
         """Have `action` run `delay_s` from now."""

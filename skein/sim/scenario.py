@@ -126,7 +126,8 @@ def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) ->
         if is_still or now > limit_s or not world.clock.step():
             tail = "\n".join(world.lines[-12:])
             raise Violated(f"no end after {now:.0f} simulated seconds:\n{tail}")
-        idling.look(world)
+        if len(world.submitted) > 1:
+            idling.look(world)
         coordinator = world.coordinator
         if len(world.log) == num_judged or coordinator is None or world.is_appending:
             continue  # Jobs end by what is recorded.

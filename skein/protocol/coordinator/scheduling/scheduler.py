@@ -56,6 +56,8 @@ class Scheduler:
         self._is_started = False
         self._is_changed = True
         self._looks_at = 0.0
+        self._had_choice = True
+        """Whether there was anything to decide when it was looked at last: only what is recorded since changes it."""
         self._small_since: dict[JobId, float] = {}
         self._settles_at = 0.0
         self._without_since: dict[JobId, float] = {}
@@ -72,7 +74,7 @@ class Scheduler:
 
     def deadline(self) -> float | None:
         """Time at which `look` is wanted next; None: it is not."""
-        return self._looks_at if self._has_choice() else None
+        return self._looks_at if self._had_choice and self._has_choice() else None
 
     # --- what happens ---
 
@@ -125,7 +127,8 @@ class Scheduler:
         """Begin the runs of jobs whose turn it is, and have workers go where they should be."""
         self._forget_ended()
         self._begin_at_once(now=now)
-        if not self._has_choice():
+        self._had_choice = self._has_choice()
+        if not self._had_choice:
             self.waits.clear()
             self._have_all(now=now)
             return
@@ -152,12 +155,12 @@ class Scheduler:
     def _has_choice(self) -> bool:
         """Whether there is anything to decide: several jobs, or one that does not take everybody."""
         pending = self._pending()
-        bounded = [
-            job
-            for job in pending
-            if not job.spec.resources.takes_all or self._limits(job) != NamespaceLimits()
-        ]
-        return len(pending) > 1 or bool(bounded)
+        return len(pending) > 1 or any(self._is_bounded(job) for job in pending)
+
+    def _is_bounded(self, job: JobHistory) -> bool:
+        """Whether a job, or its namespace, is not to have all that there is."""
+        quota = self._quotas.of(job.namespace)
+        return bool(quota.workers or quota.running_jobs) or not job.spec.resources.takes_all
 
     def _limits(self, job: JobHistory) -> NamespaceLimits:
         quota = self._quotas.of(job.namespace)
