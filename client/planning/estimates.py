@@ -105,7 +105,7 @@ def estimate_of_job(job: JobSpec) -> Estimate:
     Raises:
         UserError: the model cannot be cut into so many stages.
     """
-    stages = cut(job.layers, job.parallel.stages, job.parallel.layout)
+    stages = cut(job.layers, job.parallel.num_stages, job.parallel.layout)
     circles = list(_circles(job, stages).values())
     return estimate(job, circles, num_workers=job.parallel.stages * job.parallel.replicas)
 

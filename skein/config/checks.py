@@ -12,5 +12,5 @@ class ChecksSpec(Spec):
 
     fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the steps that are computed again without one worker, drawn by chance; 0: none, and no gate either.
-    Raise it where workers are not yours: of n workers a liar is found within s steps with probability
-    1 - (1 - fraction / n)^s, and each check takes the time of two more steps."""
+    Raise it where workers are not yours: of n workers a liar is found within s steps with a probability of at
+    least 1 - (1 - fraction / n)^s, and each check takes the time of two more steps."""

@@ -158,11 +158,19 @@ class ParallelSpec(Spec):
     stages: Annotated[int, Field(ge=1, le=512)] = 2
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
     layout: Layout = Layout.LINE
+    chunks: Annotated[int, Field(ge=1, le=8)] = 1
+    """Chunks of each worker: the model is cut into so many times `stages`, for as many workers. Raise this if workers
+    idle while a step begins and ends, and links between them are fast: more tensors travel."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the model is cut into, without the head of `LOOP`."""
+        return self.stages * self.chunks
 
     @property
     def is_cut(self) -> bool:
         """Whether a microbatch goes through more than one stage, that of the head alone included."""
-        return self.stages + self.layout.num_head_stages > 1
+        return self.num_stages + self.layout.num_head_stages > 1
 
 
 MOST_STEPS = 100_000_000
@@ -291,15 +299,17 @@ class JobSpec(Spec):
     def _check(self) -> "JobSpec":
         if self.skip.ratio:
             self._check_skip_ratio()
+        self._check_chunks()
         if self.budget.hours is not None and self.aggregation.walkers.are_lines:
             hint = (
                 f"walkers of {self.aggregation.rule} meet in the last step, which must be known: leave it out"
             )
             raise UserError("budget.hours", self.budget.hours, hint)
         most, num_visited = self.skip.max_jump, self.num_visited_stages
-        least = -(-(self.parallel.stages - 1) // max(1, num_visited - 1))
+        least = -(-(self.parallel.num_stages - 1) // max(1, num_visited - 1))
         if most is not None and most < least:
-            hint = f"with {num_visited} of {self.parallel.stages} stages the last is not reached: give at least {least}"
+            visited = f"{num_visited} of {self.parallel.num_stages} stages"
+            hint = f"with {visited} the last is not reached: give at least {least}"
             raise UserError("skip.max_jump", most, hint)
         self.aggregation.check(self)
         if self.checks.fraction and not self.aggregation.is_additive:
@@ -307,8 +317,19 @@ class JobSpec(Spec):
             raise UserError("checks.fraction", self.checks.fraction, hint)
         return self
 
+    def _check_chunks(self) -> None:
+        chunks = self.parallel.chunks
+        if chunks > 1 and self.skip.ratio:
+            hint = f"with skip.ratio {self.skip.ratio:g} microbatches leave out stages, not parts of them: give 1"
+            raise UserError("parallel.chunks", chunks, hint)
+        if chunks > 1 and self.aggregation.walkers.are_lines:
+            hint = (
+                f"with {self.aggregation.rule} a walker holds each stage once, on workers of its own: give 1"
+            )
+            raise UserError("parallel.chunks", chunks, hint)
+
     def _check_skip_ratio(self) -> None:
-        stages, num_fixed, ratio = self.parallel.stages, self.num_fixed_stages, self.skip.ratio
+        stages, num_fixed, ratio = self.parallel.num_stages, self.num_fixed_stages, self.skip.ratio
         kept = "the first stage" if num_fixed == 1 else "the first and the last stage"
         if stages <= num_fixed:
             raise UserError(
@@ -334,14 +355,14 @@ class JobSpec(Spec):
     @property
     def num_fixed_stages(self) -> int:
         """Stages that no microbatch leaves out: the first and, in `LINE`, the last."""
-        return min(self.parallel.stages, self.parallel.layout.num_ends)
+        return min(self.parallel.num_stages, self.parallel.layout.num_ends)
 
     @property
     def num_visited_stages(self) -> int:
         """Stages that each microbatch visits, without the head stage of `LOOP`."""
         if self.plan.method == "full":
-            return self.parallel.stages
-        return max(self.num_fixed_stages, round(self.parallel.stages * (1 - self.skip.ratio)))
+            return self.parallel.num_stages
+        return max(self.num_fixed_stages, round(self.parallel.num_stages * (1 - self.skip.ratio)))
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

@@ -72,7 +72,7 @@ def _check_warmup(job: JobSpec) -> None:
 
 def _check_jump(job: JobSpec) -> None:
     """Stages are left out in rotation, whoever makes the plan."""
-    most, stages = job.skip.max_jump, job.parallel.stages
+    most, stages = job.skip.max_jump, job.parallel.num_stages
     least = widest_jump(stages, job.num_visited_stages, job.parallel.layout)
     if most is not None and most < least:
         hint = f"leaving stages out in rotation jumps {least} at once: give at least {least}, or null"
@@ -82,7 +82,7 @@ def _check_jump(job: JobSpec) -> None:
 def _check_most_workers(job: JobSpec) -> None:
     """A worker may hold every stage, but one holder of each only: robust combiners want several to choose from."""
     robust, most = job.aggregation.combiner, job.resources.max_workers
-    least = job.parallel.stages * robust.least_members
+    least = job.parallel.num_stages * robust.least_members
     if robust.least_members > 1 and most is not None and most < least:
         hint = f"{robust.kind} needs {robust.least_members} holders of each stage: give at least {least}, or null"
         raise UserError("resources.max_workers", most, hint)
@@ -124,8 +124,8 @@ def _check_ties(job: JobSpec) -> None:
         return
     assert isinstance(job.model, DecoderModel), "nothing else ties anything"
     preset = job.model.preset
-    is_loop = parallel.stages == 1
-    field, value = ("layout", Words("loop")) if is_loop else ("stages", parallel.stages)
+    is_loop = parallel.num_stages == 1
+    field, value = ("layout", Words("loop")) if is_loop else ("stages", parallel.num_stages)
     untied = "set model.shape.tie_word_embeddings: false"
     if preset is not None:
         untied = f"give the sizes of {preset} as model.shape, with tie_word_embeddings: false"

@@ -77,7 +77,7 @@ def make_balanced_plan(
             reason=f"leaving stages out in rotation jumps {jump} at once: skip.max_jump is {most}"
         )
     try:
-        even = cut(job.layers, job.parallel.stages, job.parallel.layout)
+        even = cut(job.layers, job.parallel.num_stages, job.parallel.layout)
     except UserError as error:
         return Infeasible(reason=str(error))
     setting = Setting(job=job, fleet=fleet, pool=pool_of(job, fleet))
@@ -176,11 +176,11 @@ class Setting:
     def _visited_share(self) -> F64:
         """Share of the microbatches that visits each body stage, (num_stages,)."""
         parallel, num_fixed = self.job.parallel, self.job.num_fixed_stages
-        share = np.ones(parallel.stages)
-        if parallel.stages > num_fixed:
-            share[list(parallel.layout.inner(parallel.stages))] = (
+        share = np.ones(parallel.num_stages)
+        if parallel.num_stages > num_fixed:
+            share[list(parallel.layout.inner(parallel.num_stages))] = (
                 self.job.num_visited_stages - num_fixed
-            ) / (parallel.stages - num_fixed)
+            ) / (parallel.num_stages - num_fixed)
         return share
 
     def paths(
@@ -191,7 +191,7 @@ class Setting:
         num_microbatches, num_visited = job.batch.num_microbatches, job.num_visited_stages
         full = find_paths(stages, layout, holders, num_microbatches, speeds, self.pool)
         distinct = tuple(dict.fromkeys(full))
-        if num_visited == job.parallel.stages:
+        if num_visited == job.parallel.num_stages:
             return full, distinct
         skipping = find_skipping_paths(
             stages, layout, holders, num_microbatches, num_visited, speeds, self.pool
@@ -215,7 +215,7 @@ def pool_of(job: JobSpec, fleet: Fleet) -> Pool:
 
 
 def _widest_jump(job: JobSpec) -> int:
-    return widest_jump(job.parallel.stages, job.num_visited_stages, job.parallel.layout)
+    return widest_jump(job.parallel.num_stages, job.num_visited_stages, job.parallel.layout)
 
 
 def _has_same_cut(previous: Plan, even: Sequence[StageSpec], layout: Layout) -> bool:

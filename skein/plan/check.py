@@ -46,7 +46,7 @@ def misplaced_stages(stages: Sequence[StageSpec]) -> Iterator[str]:
 
 def _cut(plan: Plan, job: JobSpec) -> Iterator[str]:
     num_layers, parallel = len(job.layers), job.parallel
-    num_stages = parallel.stages + parallel.layout.num_head_stages
+    num_stages = parallel.num_stages + parallel.layout.num_head_stages
     if plan.layout is not parallel.layout:
         yield f"the layout is {plan.layout}, the job asks for {parallel.layout}"
     if len(plan.stages) != num_stages:
@@ -89,7 +89,9 @@ def _paths(plan: Plan, job: JobSpec) -> Iterator[str]:
         found = (*_ends(path, plan, held), *_way(path, plan, job))
         yield from (f"path of microbatch {microbatch}: {what}" for what in found)
     counts = Counter(hop.stage for path in plan.paths for hop in path.hops)
-    skippable = sorted(plan.layout.inner(job.parallel.stages), key=lambda stage: counts[StageIndex(stage)])
+    skippable = sorted(
+        plan.layout.inner(job.parallel.num_stages), key=lambda stage: counts[StageIndex(stage)]
+    )
     if skippable and counts[StageIndex(skippable[-1])] - counts[StageIndex(skippable[0])] > 1:
         seldom, often = (f"{counts[StageIndex(stage)]} times" for stage in (skippable[0], skippable[-1]))
         yield f"stage {skippable[-1]} is visited {often} in a step, stage {skippable[0]} {seldom}"

@@ -84,7 +84,7 @@ def cut_under_memory(job: JobSpec, pool: Pool) -> FittingCut | Infeasible:
     count as the slowest and the smallest of them.
     """
     nearest = None
-    for most_held in sorted({1, job.parallel.stages}):
+    for most_held in sorted({1, job.parallel.num_stages}):
         programme = _programme(job, pool, most_held)
         if programme is None:
             break
@@ -117,10 +117,15 @@ def check_job(job: JobSpec) -> None:
     """Refuses at submit what no fleet could run.
 
     Raises:
-        UserError: more stages than layers, samples longer than the model's positions, or more replicas than
+        UserError: more stages or chunks than layers, samples longer than the model's positions, or more replicas than
             microbatches to share.
     """
-    check_num_stages(len(job.layers), job.parallel.stages, job.parallel.layout)
+    parallel = job.parallel
+    check_num_stages(len(job.layers), parallel.stages, parallel.layout)
+    most = (len(job.layers) - parallel.layout.num_head_stages) // parallel.stages
+    if parallel.chunks > most:
+        hint = f"{parallel.num_stages} stages are more than the model has layers to cut: give at most {most}"
+        raise UserError("parallel.chunks", parallel.chunks, hint)
     most = job.batch.num_microbatches
     if job.parallel.replicas > most:
         hint = f"a step has {most} microbatches to share: give at most {most}, or raise batch.samples"
@@ -276,7 +281,7 @@ class _Programme:
 
 def _programme(job: JobSpec, pool: Pool, most_held: int) -> _Programme | None:
     """The programme in which a worker holds up to so many stages; None if that takes too long even for one kind."""
-    layout, num_stages = job.parallel.layout, job.parallel.stages
+    layout, num_stages = job.parallel.layout, job.parallel.num_stages
     sizes_bytes = _sizes_bytes(job, most_held)
     most = _MOST_WORK / (sizes_bytes[0].size * most_held * (num_stages if most_held > 1 else 1))
     if most < 1:

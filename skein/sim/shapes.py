@@ -42,6 +42,8 @@ class SimShape:
     pattern: PatternName = "auto"
     num_slow: int = 0
     """The last of the workers: too slow for a microbatch, so they hold stages silently."""
+    chunks: int = 1
+    """Stages for each worker."""
     checked: float = 0.0
     """Share of the steps that are computed again without one worker."""
     rule: str = ""
@@ -63,7 +65,7 @@ class SimShape:
         blocks = LlamaShape(
             hidden_size=64,
             intermediate_size=128,
-            num_hidden_layers=2 * self.stages,
+            num_hidden_layers=2 * self.stages * self.chunks,
             tie_word_embeddings=self.is_tied,
         )
         plain = AllReduce(pattern=self.pattern), AdamWSpec()
@@ -73,7 +75,9 @@ class SimShape:
             model=LlamaModel(shape=blocks),
             data=DataSpec(sources=(TextSource(path="/simulated"),), sequence_tokens=64),
             batch=BatchSpec(samples=4 * self.replicas, microbatch_samples=2),
-            parallel=ParallelSpec(stages=self.stages, replicas=self.replicas, layout=self.layout),
+            parallel=ParallelSpec(
+                stages=self.stages, replicas=self.replicas, layout=self.layout, chunks=self.chunks
+            ),
             skip=SkipSpec(ratio=self.skip_ratio),
             aggregation=aggregation,
             optimizer=optimizer,
@@ -112,7 +116,8 @@ def _one(text: str) -> SimShape:
         stages, replicas = (int(number) for number in words.pop(0).split("x"))
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
         pattern: PatternName = "auto"
-        rule, num_slow, checked, priority, after_s = "", 0, 0.0, 0, 0.0
+        rule, num_slow, chunks = "", 0, 1
+        checked, priority, after_s = 0.0, 0, 0.0
         while words:
             match words.pop(0):
                 case "tied":
@@ -133,6 +138,8 @@ def _one(text: str) -> SimShape:
                     after_s = float(words.pop(0))
                 case "slow":
                     num_slow = int(words.pop(0))
+                case "chunks":
+                    chunks = int(words.pop(0))
                 case "checked":
                     checked = float(words.pop(0))
                 case other:
@@ -149,6 +156,7 @@ def _one(text: str) -> SimShape:
         skip_ratio=float(skip),
         pattern=pattern,
         num_slow=num_slow,
+        chunks=chunks,
         checked=checked,
         rule=rule,
         priority=priority,

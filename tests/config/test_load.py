@@ -29,7 +29,7 @@ budget: {steps: 3}
 """
 TOP = (
     "version, name, model, data, batch, parallel, skip, plan, optimizer, aggregation, precision, budget, evaluation, "
-    "checkpoint, recovery, backup, on_divergence, seed, priority, resources"
+    "checkpoint, recovery, backup, on_divergence, checks, seed, priority, resources"
 )
 STEPS = "give a whole number from 1 to 100000000, or null"
 NO_BUDGET = "budget.steps: none: give steps, tokens or epochs, with hours beside them if wanted"
@@ -208,6 +208,17 @@ def test_a_skip_ratio_must_leave_every_stage_its_use(
         assert mistakes(text) == [mistake]
     else:
         parse_job(text, origin="job.yaml")
+
+
+def test_chunks_neither_skip_nor_make_walkers() -> None:
+    skipping = f"{GOOD}\nskip: {{ratio: 0.5}}\nparallel: {{stages: 4, chunks: 2}}"
+    assert mistakes(skipping) == [
+        "parallel.chunks: 2: with skip.ratio 0.5 microbatches leave out stages, not parts of them: give 1"
+    ]
+    walking = f"{GOOD}\naggregation: {{rule: diloco}}\nparallel: {{stages: 2, replicas: 2, chunks: 2}}"
+    assert mistakes(walking) == [
+        "parallel.chunks: 2: with diloco a walker holds each stage once, on workers of its own: give 1"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ CUTS = [
 
 def cut_job(text: Path, precision: Precision, parallel: ParallelSpec, *, is_tied: bool) -> JobSpec:
     data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
-    name = f"{precision.value}-{parallel.stages}x{parallel.replicas}-{parallel.layout.value}"
+    name = f"{precision.value}-{parallel.num_stages}x{parallel.replicas}-{parallel.layout.value}"
     return make_job(name, llama(is_tied=is_tied), data, parallel, precision)
 
 
@@ -109,8 +109,9 @@ def cut_job(text: Path, precision: Precision, parallel: ParallelSpec, *, is_tied
     [
         (Precision.FP64, ParallelSpec(stages=2, replicas=2, layout=Layout.LOOP), True),
         (Precision.FP32, ParallelSpec(stages=4, replicas=1, layout=Layout.LINE), False),
+        (Precision.FP64, ParallelSpec(stages=2, replicas=1, chunks=2), True),
     ],
-    ids=["fp64-tied-loop", "fp32-untied-line"],
+    ids=["fp64-tied-loop", "fp32-untied-line", "fp64-tied-chunks"],
 )
 def test_a_cut_trains_like_one_torch_process(
     cluster: Cluster, text: Path, precision: Precision, parallel: ParallelSpec, is_tied: bool

@@ -224,6 +224,17 @@ def test_more_stages_than_layers_are_refused_with_the_field(layout: Layout, most
     assert refused.value.field == "parallel.stages"
 
 
+@pytest.mark.parametrize(("layout", "most"), [(Layout.LINE, 3), (Layout.LOOP, 2)])
+def test_more_chunks_than_layers_are_refused_with_the_field(layout: Layout, most: int) -> None:
+    spec = job(stages=2, num_layers=4, layout=layout)
+    parallel = spec.parallel.model_copy(update={"chunks": most})
+    check_job(spec.model_copy(update={"parallel": parallel}))
+    more = spec.parallel.model_copy(update={"chunks": most + 1})
+    with pytest.raises(UserError, match=f"give at most {most}") as refused:
+        check_job(spec.model_copy(update={"parallel": more}))
+    assert refused.value.field == "parallel.chunks"
+
+
 def test_more_replicas_than_microbatches_are_refused_with_the_field() -> None:
     check_job(job(replicas=3, num_microbatches=3))
     with pytest.raises(UserError, match="a step has 3 microbatches") as refused:

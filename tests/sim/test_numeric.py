@@ -25,6 +25,8 @@ SHAPES = (
     "line 4x1",
     "line 2x3 ring",
     "line 2x3 tree",
+    "line 2x2 chunks 2",
+    "loop 2x2 tied chunks 2",
 )
 STEPS = 6
 RTOL = 1e-9

@@ -22,11 +22,12 @@ def outline(job: JobSpec) -> str:
     """A job in one line: what will be trained, how, and the name of its content; in another what aggregation costs."""
     parallel, batch = job.parallel, job.batch
     cost = f"\n{estimate_of_job(job).words}" if parallel.replicas > 1 else ""
+    chunks = f" in {parallel.chunks} chunks each" if parallel.chunks > 1 else ""
     end = end_of_documents(job.data)
     ends = "" if end is None else f", documents end with {end}"
     return (
         f"{job.name}: {job.model.family} with {count(num_parameters(job.model))} parameters, "
-        f"{parallel.stages} stages x {parallel.replicas} replicas ({parallel.layout}), "
+        f"{parallel.stages} stages x {parallel.replicas} replicas{chunks} ({parallel.layout}), "
         f"{_length(job)} of {batch.samples} samples, {job.precision}{ends}; "
         f"hash {job.content_hash()[:12]}{cost}"
     )

@@ -52,7 +52,7 @@ def held_plan(acks: Mapping[WorkerId, Ack], *, version: Step, parallel: Parallel
     held = holders_by_stage(acks, version)
     stages = tuple(sorted(held, key=lambda stage: stage.index))
     # A worker may say that it holds layers 3 to 0.
-    if len(stages) != parallel.stages + parallel.layout.num_head_stages or any(misplaced_stages(stages)):
+    if len(stages) != parallel.num_stages + parallel.layout.num_head_stages or any(misplaced_stages(stages)):
         return None
     chunks = sorted(ChunkRef(stage=stage.index, worker=w) for stage, holders in held.items() for w in holders)
     return Plan(
