@@ -6,7 +6,8 @@ import pytest
 
 from skein.plan.ops import Direction
 from skein.plan.plan import Plan
-from skein.protocol.messages.directives import ChunkProgress, Evaluate, Origin, ResumedChunk, Resumption
+from skein.protocol.messages.directives import Evaluate, Origin, Resumption
+from skein.protocol.messages.progress import ChunkProgress, ResumedChunk
 from skein.protocol.messages.reports import Ack, StageDone, Trouble
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.ops import ApplyOp, BackwardOp, ForwardOp, LossOp, OpFailed, hop_key

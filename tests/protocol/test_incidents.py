@@ -19,7 +19,8 @@ from skein.protocol.log.records import (
     Remedy,
     Replayed,
 )
-from skein.protocol.messages.directives import Assign, ChunkProgress, ChunkVersion, NewGeneration, Start
+from skein.protocol.messages.directives import Assign, ChunkVersion, NewGeneration, Start
+from skein.protocol.messages.progress import ChunkProgress
 from skein.protocol.messages.reports import Ack, Report, Suspected, Trouble
 from skein.types import Epoch, JobId, MicrobatchId, StageIndex, StageSpec, Step, WorkerId
 from tests.support.desk import GRACE_S, Desk

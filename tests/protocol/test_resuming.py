@@ -11,7 +11,7 @@ from skein.plan.ops import Direction
 from skein.plan.order import ops_of
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.placing.resuming import Resumed, resume
-from skein.protocol.messages.directives import ChunkProgress
+from skein.protocol.messages.progress import ChunkProgress
 from skein.protocol.messages.reports import Ack
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, Step, WorkerId

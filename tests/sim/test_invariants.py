@@ -26,10 +26,10 @@ from skein.protocol.messages.directives import (
     Member,
     NewGeneration,
     Prepare,
-    ResumedChunk,
     Resumption,
     StepRecord,
 )
+from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.ops import ApplyOp, BackwardOp, JoinOp, LossOp
 from skein.protocol.worker.worker import Worker

@@ -13,7 +13,8 @@ from skein.plan.changing.unfinished import Held
 from skein.plan.ops import Kept, OpKind
 from skein.plan.order import PlacedOp, ops_of
 from skein.plan.plan import Path, Plan, PlannedOp, Schedule
-from skein.protocol.messages.directives import ChunkProgress, ChunkVersion
+from skein.protocol.messages.directives import ChunkVersion
+from skein.protocol.messages.progress import ChunkProgress
 from skein.protocol.messages.reports import Ack
 from skein.types import ChunkRef, Generation, MicrobatchId, StageIndex, Step, WorkerId
 

@@ -4,15 +4,13 @@ Every directive of a run carries (epoch, generation): a lower epoch or generatio
 `skein.wire.codec` maps these classes to protos/skein/wire/v1 field by field, so names here are names there.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Self
 
 from skein.config.rule import Reach
-from skein.plan.ops import Kept
 from skein.plan.plan import Group, Path, Schedule
 from skein.protocol.messages.positions import LogPosition
+from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.messages.ways import Ways
 from skein.types import (
@@ -137,37 +135,6 @@ class Ledger:
     stage: StageIndex
     worker: WorkerId
     microbatches: tuple[MicrobatchId, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumedChunk:
-    """Part of a chunk's progress that stays: its whole ledger or none, and some of what waits there for later ops."""
-
-    stage: StageIndex
-    ledger: tuple[MicrobatchId, ...]
-    forwards: tuple[MicrobatchId, ...]
-
-    @property
-    def held(self) -> frozenset[tuple[Kept, MicrobatchId]]:
-        """Things that ops have left at the chunk: the kind and the microbatch of each."""
-        return frozenset((Kept.GRAPH, microbatch) for microbatch in self.forwards)
-
-    def holding(self, held: Iterable[tuple[Kept, MicrobatchId]]) -> Self:
-        """The same with this left at the chunk."""
-        return replace(self, forwards=tuple(sorted(m for _, m in held)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkProgress(ResumedChunk):
-    """Work that a chunk has done of the step that begins at its version, when a new generation stopped it.
-
-    `ledger` is in the order of accumulation. `forwards` are microbatches whose activations wait for their gradient;
-    `outputs` and `gradients` those whose activation for the next hop, and gradient for the hop before, the boundary
-    log has.
-    """
-
-    outputs: tuple[MicrobatchId, ...]
-    gradients: tuple[MicrobatchId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

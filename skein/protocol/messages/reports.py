@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 from skein.config.resources import Label
 from skein.plan.plan import ChunkTime, TransferTime
-from skein.protocol.messages.directives import CheckpointFile, ChunkProgress, ChunkVersion, Ledger
+from skein.protocol.messages.directives import CheckpointFile, ChunkVersion, Ledger
 from skein.protocol.messages.positions import LogPosition
+from skein.protocol.messages.progress import ChunkProgress
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.messages.ways import Unreached
 from skein.topology.fleet import Link, Profile

@@ -16,7 +16,6 @@ from typing import assert_never
 from skein.plan.ops import Direction
 from skein.protocol.messages.directives import (
     Assign,
-    ChunkProgress,
     ChunkVersion,
     Commit,
     Evaluate,
@@ -28,6 +27,7 @@ from skein.protocol.messages.directives import (
     StepRecord,
     TakeSketch,
 )
+from skein.protocol.messages.progress import ChunkProgress
 from skein.protocol.messages.reports import EvaluationDone, StageDone
 from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardTensor, TensorHeader
 from skein.protocol.worker.exchanges import Exchanges

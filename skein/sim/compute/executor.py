@@ -16,7 +16,8 @@ from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
 from skein.numeric.sketch import SKETCH_LENGTH
 from skein.plan.ops import Direction, Kept
-from skein.protocol.messages.directives import Assign, Decision, ResumedChunk
+from skein.protocol.messages.directives import Assign, Decision
+from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.tensors import Envelope, HopTensor, ShardTensor
 from skein.protocol.worker.keeping.desk import Desk, is_release, key_of, operand_keys
 from skein.protocol.worker.ops import (

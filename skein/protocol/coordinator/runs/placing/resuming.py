@@ -18,7 +18,8 @@ from skein.plan.changing.unfinished import Contribution, Need, Rest, rest_of
 from skein.plan.ops import Direction, path_ops
 from skein.plan.plan import Path, Plan
 from skein.protocol.coordinator.runs.placing.sources import holders_by_stage
-from skein.protocol.messages.directives import ChunkProgress, Origin, ResumedChunk, Resumption
+from skein.protocol.messages.directives import Origin, Resumption
+from skein.protocol.messages.progress import ChunkProgress, ResumedChunk
 from skein.protocol.messages.reports import Ack
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.types import ChunkRef, MicrobatchId, StageIndex, Step, WorkerId
