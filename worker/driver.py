@@ -29,8 +29,8 @@ from skein.wire.extra import LogLine, LogLines
 from worker.chunks.build import Builder, Files
 from worker.chunks.copies import ChunkCopies
 from worker.chunks.saving import MovingBytes, Saver
-from worker.compute.ops import Saved
 from worker.compute.payload import pack
+from worker.compute.state import Saved
 from worker.executor import Executor, Ran, one_line
 from worker.inbox import WorkerInbox
 from worker.telling.metrics import WorkerMetrics

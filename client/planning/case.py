@@ -139,7 +139,7 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
         objective=objective,
         names=tuple(str(worker.worker) for worker in fleet.workers),
         boundary_bytes=max((load.output_bytes for load in posed.loads[:-1]), default=0),
-        remarks=(*_unknown(given.num_unknown_links), *unused, *_walking(job)),
+        remarks=(*_unknown(given.num_unknown_links), *unused, *_walking(job), *_splitting(job)),
         doubts=questioned_links(posed.problem.transfer_s, sites),
         memory=_memory(posed, [worker.profile.memory_bytes for worker in fleet.workers]),
         start=ordered(posed.problem, posed.worker_of, posed.path),
@@ -171,6 +171,15 @@ def _walking(job: JobSpec) -> tuple[str, ...]:
     return (
         f"with {rule} the step here has no exchange, see aggregation for that; a coordinator keeps "
         "microbatches within their walker, so its steps may take longer",
+    )
+
+
+def _splitting(job: JobSpec) -> tuple[str, ...]:
+    """Remark where backwards are split: ways are looked for among whole ones."""
+    if not job.plan.splits:
+        return ()
+    return (
+        "backwards count as whole here; a coordinator splits them, and weight gradients wait for idle time",
     )
 
 

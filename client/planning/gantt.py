@@ -68,6 +68,10 @@ def gantt_svg(problem: Problem, routing: Routing, timeline: Timeline, names: Seq
     return "\n".join(parts) + "\n"
 
 
+_KINDS = tuple(kind for kind in OpKind if not kind.row.is_split)
+"""Kinds of ops where backwards are whole: a search knows no others."""
+
+
 class _Sheet:
     """Positions of everything on the page."""
 
@@ -163,7 +167,7 @@ class _Sheet:
         return (
             f"<g><title>microbatch {number}: stages {stages}, back after {end_s:.4g} s</title>"
             f'<path class="x" stroke="{dark}" d="{self._ways(ops)}"/>'
-            + "".join(f'<path {_mark(kind, number)} d="{self._boxes(ops, kind)}"/>' for kind in OpKind)
+            + "".join(f'<path {_mark(kind, number)} d="{self._boxes(ops, kind)}"/>' for kind in _KINDS)
             + "</g>"
         )
 

@@ -263,6 +263,16 @@ class PlanSpec(Spec):
     """Seconds that a search may take. Raise it for fleets of hundreds of workers."""
     replan_if_off_by: Annotated[float, Field(gt=0, le=1_000_000)] = 0.15
     """Plan anew when measured times are off by this share of the planned; a million: never. Raise it if speeds vary."""
+    backward: Literal["whole", "split"] = "whole"
+    """`split`: weight gradients wait until nothing else is to do, where a stage allows it; with method `balanced` only.
+
+    Try it where workers idle in a step: what waits takes their time then, and no more memory than activations do.
+    """
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards are split where they can be."""
+        return self.backward == "split"
 
 
 class JobSpec(Spec):
@@ -299,7 +309,12 @@ class JobSpec(Spec):
     def _check(self) -> "JobSpec":
         if self.skip.ratio:
             self._check_skip_ratio()
+<<<<<<< HEAD
         self._check_chunks()
+=======
+        if self.plan.splits:
+            self._check_split()
+>>>>>>> eb792220 (plan, worker: carry out split backwards as input and weight op)
         if self.budget.hours is not None and self.aggregation.walkers.are_lines:
             hint = (
                 f"walkers of {self.aggregation.rule} meet in the last step, which must be known: leave it out"
@@ -342,6 +357,22 @@ class JobSpec(Spec):
         if num_visits < stages - num_fixed:
             hint = f"so few microbatches ({self.batch.num_microbatches} in a step) leave some stages unused: give less"
             raise UserError("skip.ratio", ratio, hint)
+
+    def _check_split(self) -> None:
+        backward, method = self.plan.backward, self.plan.method
+        if not self.model.has_split_backward:
+            hint = f"models of family {self.model.family} have whole backwards only: give whole"
+            raise UserError("plan.backward", backward, hint)
+        if method != "balanced":
+            hint = (
+                f"method {method} searches among whole backwards: give whole, or set plan.method to balanced"
+            )
+            raise UserError("plan.backward", backward, hint)
+        if self.parallel.stages <= self.num_fixed_stages:
+            hint = (
+                f"no stage lies between: give whole, or {self.num_fixed_stages + 1} parallel.stages or more"
+            )
+            raise UserError("plan.backward", backward, hint)
 
     @property
     def total_steps(self) -> int:

@@ -12,7 +12,7 @@ Rules of this file
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
 from skein.plan.changing.clauses import About, Clause, Clauses
 from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import too_few, violations
+from skein.plan.clock.listed import timed_schedules
 from skein.plan.clock.timing import (
     Traffic,
     depths,
@@ -33,16 +34,18 @@ from skein.plan.clock.timing import (
     traffic,
     with_times,
 )
-from skein.plan.clock.walked import pace_of, sums_of, walked_s
+from skein.plan.clock.walked import MOST_OPS, Pace, pace_of, sums_of, walked_s
 from skein.plan.cut import cut, cut_under_memory
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import (
     StageLoad,
     slots_within,
+    split_stages,
     stage_loads,
 )
+from skein.plan.ops import path_ops
 from skein.plan.order import ascending_schedules
-from skein.plan.paths import find_paths, find_skipping_paths, widest_jump
+from skein.plan.paths import find_paths, find_skipping_paths, split_at, widest_jump
 from skein.plan.place import Demand, Pool, Seating, of_use, reseat, seat
 from skein.plan.plan import ChunkPlan, Group, Infeasible, Path, Plan, Schedule
 from skein.topology.fleet import Fleet
@@ -125,6 +128,21 @@ class Setting:
         """Groups of the plan, each with the bytes that it reduces."""
         return tuple(groups_of(self.job, stages, chunks, self.pool))
 
+    def pace(self, stages: Sequence[StageSpec]) -> Pace:
+        """The pace of these stages on the pool."""
+        loads = self.loads(stages)
+        return pace_of(self.pool, loads, *op_times(self.fleet, loads, self.pool))
+
+    def schedules(
+        self, stages: Sequence[StageSpec], paths: Sequence[Path], slots: Mapping[ChunkRef, int]
+    ) -> tuple[Schedule, ...]:
+        """Orders by microbatch; where backwards are split also by the clock, for weight ops fill what is left."""
+        workers = (chunk.worker for chunk in slots)
+        is_split = any(path.split for path in paths)
+        if is_split and sum(len(path_ops(len(path.hops), path.split)) for path in paths) <= MOST_OPS:
+            return timed_schedules(paths, slots, workers, self.pace(stages))
+        return ascending_schedules(paths, slots, workers)
+
     def predicted_s(
         self,
         stages: Sequence[StageSpec],
@@ -134,12 +152,11 @@ class Setting:
         groups: Sequence[tuple[Group, int]],
     ) -> float:
         """Seconds of a step, walked through where it is short enough for that; estimated otherwise."""
-        loads, pool = self.loads(stages), self.pool
+        pool = self.pool
         # An exchange is no part of every step; what it costs is told by client.planning.estimates.
         summed = groups if self.job.aggregation.walkers.sum_every_step else ()
-        pace = pace_of(pool, loads, *op_times(self.fleet, loads, pool))
         sums = sums_of(summed, self.job.parallel.layout, pool)
-        walk_s = walked_s(paths, schedules, sums, pace)
+        walk_s = walked_s(paths, schedules, sums, self.pace(stages))
         if walk_s is not None:
             return walk_s
         reductions_s = [reduction_s(group, num_bytes, pool) for group, num_bytes in summed]
@@ -147,10 +164,11 @@ class Setting:
 
     def lower_bound_s(self, stages: Sequence[StageSpec], paths: Sequence[Path]) -> float:
         """Seconds that no schedule of these paths can beat, by the times that `predicted_s` goes by."""
-        loads = self.loads(stages)
-        return lower_bound_s(
-            self.timed(stages, paths), loads, self.pool, stage_speeds(self.fleet, loads, self.pool)
-        )
+        loads, of = self.loads(stages), self.timed(stages, paths)
+        if any(path.split for path in paths):
+            # Weight ops need not lie within a trip.
+            of = replace(of, trips=())
+        return lower_bound_s(of, loads, self.pool, stage_speeds(self.fleet, loads, self.pool))
 
     def timed(self, stages: Sequence[StageSpec], paths: Sequence[Path]) -> Traffic:
         loads = self.loads(stages)
@@ -269,6 +287,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
         )
     else:
         paths, evaluation_paths = setting.paths(stages, holders, speeds)
+    paths = split_at(paths, split_stages(setting.job, stages))
     if layout.comes_back:
         holders.append(holders[0])
     chunks = tuple(
@@ -280,7 +299,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
     wanted = depths(step)
     slots = _slots(chunks, loads, wanted, pool)
     groups = setting.groups(stages, chunks)
-    schedules = ascending_schedules(paths, slots, (chunk.worker for chunk in chunks))
+    schedules = setting.schedules(stages, paths, slots)
     predicted_s = setting.predicted_s(stages, paths, schedules, slots, groups)
     plan = Plan(
         layout=layout,
@@ -294,7 +313,7 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
         predicted_step_s=predicted_s,
         # Sums in another order differ in the last bits.
         lower_bound_s=min(predicted_s, setting.lower_bound_s(stages, paths)),
-        reason=Clauses(tuple(_reasons(seating, step, slots, wanted, loads, previous))),
+        reason=Clauses(tuple(_reasons(setting.job, seating, step, slots, wanted, loads, previous))),
     )
     before = () if previous is None else [x.chunk for x in previous.chunks]
     # After all else: no path, order or placement may depend on who holds silently.
@@ -318,6 +337,7 @@ def _slots(
 
 
 def _reasons(
+    job: JobSpec,
     seating: Seating,
     step: Traffic,
     slots: dict[ChunkRef, int],
@@ -333,6 +353,9 @@ def _reasons(
     yield Clause(f"{num_busy} of {counted(len(seating.held), 'worker')}: {stages} x {replicas}")
     first, *others = sorted(chunk.stage for chunk in step.visits if chunk.worker == step.slowest)
     yield Clause(f"{step.slowest} computes longest (stage {first}{and_more(others)})")
+    num_split = len(split_stages(job, [load.stage for load in loads]))
+    if num_split:
+        yield Clause(f"backwards of {counted(num_split, 'stage')} are split")
     num_cut = sum(1 for chunk, depth in wanted.items() if slots[chunk] < depth)
     if num_cut:
         yield Clause(f"memory cuts the microbatches in flight of {counted(num_cut, 'chunk')}")

@@ -7,7 +7,7 @@ from skein.config.job import JobSpec
 from skein.model.reduced import reduced_by_group
 from skein.plan.agreeing.exchange import Direct, Ring, Tree, is_tree
 from skein.plan.agreeing.walkers import walkers_of
-from skein.plan.load import stage_loads
+from skein.plan.load import split_stages, stage_loads
 from skein.plan.ops import Kept
 from skein.plan.order import left_undone, ops_of
 from skein.plan.plan import Group, Path, Plan, PlannedOp, Schedule
@@ -86,7 +86,7 @@ def _paths(plan: Plan, job: JobSpec) -> Iterator[str]:
         yield f"{len(plan.paths)} paths for {job.batch.num_microbatches} microbatches"
     held = {x.chunk for x in plan.chunks}
     for microbatch, path in enumerate(plan.paths):
-        found = (*_ends(path, plan, held), *_way(path, plan, job))
+        found = (*_ends(path, plan, held), *_way(path, plan, job), *_split(path, plan, job))
         yield from (f"path of microbatch {microbatch}: {what}" for what in found)
     counts = Counter(hop.stage for path in plan.paths for hop in path.hops)
     skippable = sorted(
@@ -134,6 +134,13 @@ def _way(path: Path, plan: Plan, job: JobSpec) -> Iterator[str]:
         frontier = max(frontier, stage)
     if num_swaps > job.skip.max_swaps:
         yield f"swaps stages {num_swaps} times, the job allows {job.skip.max_swaps}"
+
+
+def _split(path: Path, plan: Plan, job: JobSpec) -> Iterator[str]:
+    """Hops whose backward is split where the job wants it whole, or the other way round."""
+    wanted = split_stages(job, plan.stages)
+    if path.split != tuple(i for i, hop in enumerate(path.hops) if hop.stage in wanted):
+        yield f"has split backwards at hops {list(path.split)}, the job wants them at stages {sorted(wanted)}"
 
 
 def _evaluation_paths(plan: Plan) -> Iterator[str]:

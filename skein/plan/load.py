@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from skein.config.job import JobSpec
-from skein.model.layers import LayerSpec, stage_cost
+from skein.model.layers import LayerSpec, pending_bytes, splits_backward, stage_cost
 from skein.topology.links import F64
-from skein.types import StageSpec
+from skein.types import StageIndex, StageSpec
 
 _COPIES = 5
 """Copies of each parameter: itself, gradient, reduced gradient (an attempt leaves the gradient alone), two moments."""
@@ -53,6 +53,13 @@ def stage_loads(job: JobSpec, stages: Sequence[StageSpec]) -> tuple[StageLoad, .
     return tuple(_load(job, layers, stage) for stage in stages)
 
 
+def split_stages(job: JobSpec, stages: Sequence[StageSpec]) -> frozenset[StageIndex]:
+    """Stages whose backwards the job wants split, of those where they can be."""
+    if not job.plan.splits:
+        return frozenset()
+    return frozenset(stage.index for stage in stages if splits_backward(job.model, stage))
+
+
 def span_bytes(job: JobSpec, num_stages: int) -> F64:
     """Memory with a slot each of the layers from row up to column as so many stages, infinite where those are fewer.
 
@@ -60,7 +67,7 @@ def span_bytes(job: JobSpec, num_stages: int) -> F64:
     """
     layers, samples = job.layers, job.batch.microbatch_samples
     output_bytes = samples * np.array([0, *(x.output_bytes for x in layers)], np.float64)
-    own_bytes = [_COPIES * job.word_bytes * x.num_parameters + samples * x.activation_bytes for x in layers]
+    own_bytes = [_COPIES * job.word_bytes * x.num_parameters + _slot_bytes(job, x) for x in layers]
     sums = np.cumsum([0, *own_bytes])
     spans: F64 = sums[None, :] - sums[:, None] + 2.0 * (output_bytes[:, None] + output_bytes[None, :])
     if num_stages == 1:
@@ -73,6 +80,13 @@ def span_bytes(job: JobSpec, num_stages: int) -> F64:
     return spans
 
 
+def _slot_bytes(job: JobSpec, layer: LayerSpec) -> int:
+    """Bytes of one microbatch that a layer keeps at most, alone."""
+    samples = job.batch.microbatch_samples
+    pending_bytes = samples * layer.pending_bytes + layer.num_early_gradients * job.word_bytes
+    return max(samples * layer.activation_bytes, pending_bytes * job.plan.splits)
+
+
 def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageLoad:
     cost = stage_cost(layers, stage)
     samples = job.batch.microbatch_samples
@@ -81,12 +95,22 @@ def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageL
     # one more input and one more gradient wait to be taken.
     boundary_bytes = samples * (input_bytes + cost.output_bytes)
     parameter_bytes = cost.num_parameters * job.word_bytes
+    # Then what an input op puts aside, while it lets go of what autograd keeps.
+    aside_bytes = 0
+    if split_stages(job, [stage]):
+        aside_bytes = pending_bytes(
+            job.model,
+            stage,
+            num_samples=samples,
+            sequence_tokens=job.data.sequence_tokens,
+            precision=job.precision,
+        )
     return StageLoad(
         stage=stage,
         forward_flops=samples * cost.forward_flops,
         backward_flops=samples * cost.backward_flops,
         fixed_bytes=_COPIES * parameter_bytes + boundary_bytes,
-        slot_bytes=samples * cost.activation_bytes + boundary_bytes,
+        slot_bytes=max(samples * cost.activation_bytes, aside_bytes) + boundary_bytes,
         output_bytes=samples * cost.output_bytes,
         parameter_bytes=parameter_bytes,
     )

@@ -35,6 +35,8 @@ class Kept(StrEnum):
     """Data that an op leaves at its chunk for a later op of the same microbatch."""
 
     GRAPH = "graph"
+    PENDING = "pending"
+    """Weight gradients that are put aside."""
 
 
 class ChunkOrder(StrEnum):
@@ -47,18 +49,37 @@ class ChunkOrder(StrEnum):
 _Seconds = TypeVar("_Seconds", float, "npt.NDArray[np.float64]")
 
 
+WEIGHT_SHARE = 1 / 3
+"""Share of a backward that weight gradients take; the rest is attention, norms and the way back (`bench split`)."""
+
+
 class Cost(StrEnum):
-    """Kind of seconds that an op takes, of those known of a chunk: LOSS is both others, unless measured by itself."""
+    """Kind of seconds that an op takes, of those known of a chunk: LOSS is both passes, unless measured by itself.
+
+    INPUT and WEIGHT are a BACKWARD between them.
+    """
 
     FORWARD = "forward"
     LOSS = "loss"
     BACKWARD = "backward"
+    INPUT = "input"
+    WEIGHT = "weight"
+
+    @property
+    def whole(self) -> "Cost":
+        """The kind of seconds that these are a part of, or are."""
+        return Cost.BACKWARD if self in (Cost.INPUT, Cost.WEIGHT) else self
 
     def seconds(self, forward_s: _Seconds, backward_s: _Seconds, loss_s: _Seconds | None = None) -> _Seconds:
         """The op's seconds; a loss that was not measured is its chunk's forward and backward."""
         if self is Cost.LOSS:
             return forward_s + backward_s if loss_s is None else loss_s
-        return forward_s if self is Cost.FORWARD else backward_s
+        if self is Cost.FORWARD:
+            return forward_s
+        return backward_s * _SHARES.get(self, 1.0)
+
+
+_SHARES = {Cost.INPUT: 1 - WEIGHT_SHARE, Cost.WEIGHT: WEIGHT_SHARE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +88,8 @@ class OpRow:
 
     Args:
         letter: in plan files and pictures.
-        is_last: it is done at the last hop of a path; others at every hop before that.
+        is_last: it is done at the last hop of a path; others at hops before that.
+        is_split: it is done where a backward is split (True), or where it is whole (False); None: at both.
         takes: the boundary tensor that it waits for, if any; where its path begins there is none.
         gives: the boundary tensor that it makes, for which the neighbouring hop waits.
         uses: what it waits for at its own chunk, and uses up.
@@ -80,6 +102,7 @@ class OpRow:
 
     letter: str
     is_last: bool = False
+    is_split: bool | None = None
     takes: Direction | None = None
     gives: Direction | None = None
     uses: Kept | None = None
@@ -110,7 +133,10 @@ class OpRow:
 
 
 class OpKind(StrEnum):
-    """Kind of work on a microbatch: LOSS is the last hop of a path, forward and backward in one."""
+    """Kind of work on a microbatch: LOSS is the last hop of a path, forward and backward in one.
+
+    INPUT and WEIGHT are a split backward: the gradient for the hop before, then all weight gradients at once.
+    """
 
     row: OpRow
 
@@ -142,6 +168,7 @@ class OpKind(StrEnum):
         "backward",
         OpRow(
             letter="B",
+            is_split=False,
             takes=Direction.BACKWARD,
             gives=Direction.BACKWARD,
             uses=Kept.GRAPH,
@@ -149,6 +176,32 @@ class OpKind(StrEnum):
             is_accumulating=True,
             cost=Cost.BACKWARD,
             urgency=0,
+        ),
+    )
+    INPUT = (
+        "input",
+        OpRow(
+            letter="I",
+            is_split=True,
+            takes=Direction.BACKWARD,
+            gives=Direction.BACKWARD,
+            uses=Kept.GRAPH,
+            leaves=Kept.PENDING,
+            cost=Cost.INPUT,
+            urgency=0,
+        ),
+    )
+    WEIGHT = (
+        "weight",
+        OpRow(
+            letter="W",
+            is_split=True,
+            uses=Kept.PENDING,
+            slots=-1,
+            is_accumulating=True,
+            cost=Cost.WEIGHT,
+            # Nobody waits for it but the step's end, and whoever needs its slot.
+            urgency=3,
         ),
     )
 
@@ -186,15 +239,28 @@ _Place = tuple[OpKind, int]
 
 
 @cache
-def path_ops(num_hops: int) -> tuple[PathOp, ...]:
+def kinds_at(*, is_last: bool, is_split: bool = False) -> tuple[OpKind, ...]:
+    """The kinds that are done at a path's last hop, or at one before whose backward is split or whole."""
+    return tuple(x for x in OpKind if x.row.is_last == is_last and x.row.is_split in (None, is_split))
+
+
+@cache
+def path_ops(num_hops: int, split: tuple[int, ...] = ()) -> tuple[PathOp, ...]:
     """All ops of a path of so many hops, each after those that it waits for.
+
+    Args:
+        num_hops: the last of them has the loss.
+        split: hops before the last whose backward is an input op and a weight op.
 
     >>> [f"{op.kind.row.letter}{op.hop}" for op in path_ops(3)]
     ['F0', 'F1', 'L2', 'B1', 'B0']
     >>> path_ops(3)[3].inputs, path_ops(3)[3].own, path_ops(3)[1].followers
     ((2,), (1,), (2, 3))
+    >>> [f"{op.kind.row.letter}{op.hop}" for op in path_ops(3, split=(1,))]
+    ['F0', 'F1', 'L2', 'I1', 'B0', 'W1']
     """
-    places = [(kind, hop) for kind in OpKind for hop in _hops(kind.row, num_hops)]
+    at = [kinds_at(is_last=hop == num_hops - 1, is_split=hop in split) for hop in range(num_hops)]
+    places = [(kind, hop) for kind in OpKind for hop in range(num_hops) if kind in at[hop]]
     makers: defaultdict[tuple[int, Direction | Kept | None], list[_Place]] = defaultdict(list)
     for kind, hop in places:
         makers[hop, kind.row.gives].append((kind, hop))
@@ -222,9 +288,10 @@ def path_ops(num_hops: int) -> tuple[PathOp, ...]:
 
 
 @cache
-def taker_of(direction: Direction, *, is_last: bool) -> OpKind | None:
-    """The kind of op that takes such a boundary tensor at a path's last hop, or at one before; None: none does."""
-    return next((x for x in OpKind if x.row.takes is direction and x.row.is_last == is_last), None)
+def taker_of(direction: Direction, *, is_last: bool, is_split: bool) -> OpKind | None:
+    """The kind of op that takes such a boundary tensor at such a hop; None: none does."""
+    kinds = kinds_at(is_last=is_last, is_split=is_split)
+    return next((x for x in kinds if x.row.takes is direction), None)
 
 
 @cache
@@ -235,12 +302,8 @@ def only_using(kept: Kept) -> tuple[OpKind, ...]:
 
 @cache
 def op_numbers_at(num_hops: int) -> Mapping[tuple[OpKind, int], int]:
-    """The number of each op of a path of so many hops, by its kind and hop."""
+    """The number of each op of a path of so many hops with whole backwards, by its kind and hop."""
     return {(op.kind, op.hop): op.number for op in path_ops(num_hops)}
-
-
-def _hops(row: OpRow, num_hops: int) -> range:
-    return range(num_hops - 1, num_hops) if row.is_last else range(num_hops - 1)
 
 
 def _numbered(num_awaited: dict[_Place, int], followers: Mapping[_Place, list[_Place]]) -> dict[_Place, int]:

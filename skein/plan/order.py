@@ -39,7 +39,7 @@ Urgency = Callable[[PlacedOp], tuple[int, ...]]
 
 def ops_of(microbatch: MicrobatchId, path: Path) -> Iterator[PlacedOp]:
     """Every op of a training microbatch, each after those whose outputs it takes, by number."""
-    for at in path_ops(len(path.hops)):
+    for at in path_ops(len(path.hops), path.split):
         chunk = path.hops[at.hop]
         op = PlannedOp(kind=at.kind, stage=chunk.stage, microbatch=microbatch)
         yield PlacedOp(op=op, chunk=chunk, at=at)
@@ -102,10 +102,12 @@ def oldest_first(placed: PlacedOp) -> tuple[int, ...]:
     return placed.op.kind.row.urgency, placed.op.microbatch, -placed.hop
 
 
-class _ChunkQueue:
+class ChunkQueue:
     """The strict orders of one chunk, and how far it has come in each."""
 
-    def __init__(self, ops: Iterable[PlannedOp], free_slots: int, lanes: Collection[ChunkOrder]) -> None:
+    def __init__(
+        self, ops: Iterable[PlannedOp], free_slots: int, lanes: Collection[ChunkOrder] = tuple(ChunkOrder)
+    ) -> None:
         listed = list(ops)
         self._free_slots = free_slots
         self._lanes = {lane: deque(op for op in listed if op.kind.row.lane is lane) for lane in lanes}
@@ -164,7 +166,7 @@ class DryRun:
             [sum(number in left for number in placed.at.awaited) for placed in way]
             for way, left in zip(self._ways, self._left, strict=True)
         ]
-        self._queues = {chunk: _ChunkQueue(listed, slots[chunk], lanes) for chunk, listed in ops.items()}
+        self._queues = {chunk: ChunkQueue(listed, slots[chunk], lanes) for chunk, listed in ops.items()}
         self._ready: dict[WorkerId, list[tuple[tuple[int, ...], PlacedOp]]] = {}
         for placed in itertools.chain(*self._ways):
             microbatch, number = placed.op.microbatch, placed.at.number

@@ -1,7 +1,8 @@
 """Microbatches onto holders: who takes how many, and which way each one goes."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -129,6 +130,14 @@ def widest_jump(num_stages: int, num_visited: int, layout: Layout) -> int:
     """
     ways = [visited_stages(m, num_stages, num_visited, layout) for m in range(num_stages)]
     return max((after - before for way in ways for before, after in pairwise(way)), default=0)
+
+
+def split_at(paths: Iterable[Path], stages: Collection[StageIndex]) -> tuple[Path, ...]:
+    """The same paths, with split backwards at these stages."""
+    return tuple(
+        replace(path, split=tuple(i for i, hop in enumerate(path.hops) if hop.stage in stages))
+        for path in paths
+    )
 
 
 def _path(stages: Sequence[StageSpec], way: Sequence[int], pool: Pool) -> Path:

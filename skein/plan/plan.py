@@ -18,6 +18,8 @@ class Path:
     """
 
     hops: tuple[ChunkRef, ...]
+    split: tuple[int, ...] = ()
+    """Hops whose backward is an input op and a weight op, ascending; at others it is whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from skein.config.job import (
     EvaluationSpec,
     JobSpec,
     ParallelSpec,
+    PlanSpec,
     SkipSpec,
     TextSource,
 )
@@ -46,6 +47,8 @@ class SimShape:
     """Stages for each worker."""
     checked: float = 0.0
     """Share of the steps that are computed again without one worker."""
+    is_split: bool = False
+    """Whether backwards are split where they can be."""
     rule: str = ""
     """A word of `RULES`; none: plain sums along `pattern`, and AdamW."""
     priority: int = 0
@@ -79,6 +82,7 @@ class SimShape:
                 stages=self.stages, replicas=self.replicas, layout=self.layout, chunks=self.chunks
             ),
             skip=SkipSpec(ratio=self.skip_ratio),
+            plan=PlanSpec(method="balanced", backward="split") if self.is_split else PlanSpec(),
             aggregation=aggregation,
             optimizer=optimizer,
             checks=ChecksSpec(fraction=self.checked),
@@ -116,8 +120,12 @@ def _one(text: str) -> SimShape:
         stages, replicas = (int(number) for number in words.pop(0).split("x"))
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
         pattern: PatternName = "auto"
+<<<<<<< HEAD
         rule, num_slow, chunks = "", 0, 1
         checked, priority, after_s = 0.0, 0, 0.0
+=======
+        rule, num_slow, checked, is_split, priority, after_s = "", 0, 0.0, False, 0, 0.0
+>>>>>>> eb792220 (plan, worker: carry out split backwards as input and weight op)
         while words:
             match words.pop(0):
                 case "tied":
@@ -136,6 +144,8 @@ def _one(text: str) -> SimShape:
                     priority = int(words.pop(0))
                 case "after":
                     after_s = float(words.pop(0))
+                case "split":
+                    is_split = True
                 case "slow":
                     num_slow = int(words.pop(0))
                 case "chunks":
@@ -158,6 +168,7 @@ def _one(text: str) -> SimShape:
         num_slow=num_slow,
         chunks=chunks,
         checked=checked,
+        is_split=is_split,
         rule=rule,
         priority=priority,
         after_s=after_s,
@@ -196,6 +207,8 @@ SHAPES = tuple(
         "line 2x3 tied tree",
         "line 2x2 on 3 slow 2",
         "loop 3x2 tied slow 2",
+        "line 4x2 split",
+        "loop 3x2 tied skip 1/3 split on 4",
         SEVERAL[0].text,
     )
 )

@@ -129,6 +129,11 @@ WRONG_VALUES = {
     "skip.max_jump=0": "skip.max_jump: 0: give a whole number from 1 to 512, or null",
     "plan.method=best": "plan.method: 'best': give search, balanced or full",
     "plan.budget_s=601": "plan.budget_s: 601: give a number from 0 to 600",
+    "plan.backward=half": "plan.backward: 'half': give whole or split",
+    "plan.backward=split": "plan.backward: 'split': method search searches among whole backwards: "
+    "give whole, or set plan.method to balanced",
+    "plan={backward: split, method: balanced}": "plan.backward: 'split': no stage lies between: "
+    "give whole, or 3 parallel.stages or more",
     "plan.replan_if_off_by=0": "plan.replan_if_off_by: 0: give a number above 0 and at most 1000000",
     "name=3": f"name: 3: {NAME}",
     "name=My Job": f"name: 'My Job': {NAME}",
@@ -236,6 +241,15 @@ def test_a_skip_ratio_is_rounded_to_whole_stages(
 ) -> None:
     text = f"{GOOD}\nskip: {{ratio: {ratio}}}\nparallel: {{stages: {stages}, layout: {layout}}}"
     assert parse_job(text, origin="job.yaml").num_visited_stages == num_visited
+
+
+def test_a_family_whose_backwards_cannot_be_split_says_so() -> None:
+    split = ("plan={backward: split, method: balanced}", "parallel.stages=3")
+    assert parse_job(GOOD, origin="job.yaml", overrides=split).plan.splits
+    digits = ("model={family: digits_cnn}", "data.sources=[{format: digits}]")
+    assert mistakes(GOOD, *split, *digits) == [
+        "plan.backward: 'split': models of family digits_cnn have whole backwards only: give whole"
+    ]
 
 
 @pytest.mark.parametrize("text", WRONG_TEXTS, ids=lambda text: text[:20])

@@ -120,6 +120,17 @@ def test_a_cut_trains_like_one_torch_process(
     check(train(cluster, job), run_reference(job, NUM_STEPS), TOLERANCES[precision])
 
 
+@pytest.mark.parametrize("layout", part(list(Layout), every=2), ids=lambda layout: layout.value)
+def test_split_backwards_train_like_one_torch_process(eight: Cluster, text: Path, layout: Layout) -> None:
+    parallel = ParallelSpec(stages=4, replicas=1, layout=layout)
+    job = cut_job(text, Precision.FP64, parallel, is_tied=True)
+    split = job.model_copy(update={"plan": PlanSpec(method="balanced", backward="split")})
+    found = train(eight, split)
+    check(found, run_reference(job, NUM_STEPS), TOLERANCES[Precision.FP64])
+    whole = job.model_copy(update={"plan": PlanSpec(method="balanced")})
+    assert found == train(eight, whole), "whole and split backwards differ"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP64], ids=lambda p: p.value)
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])

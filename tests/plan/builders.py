@@ -4,7 +4,16 @@ from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from skein.config.job import BatchSpec, BudgetSpec, DataSpec, JobSpec, ParallelSpec, SkipSpec, TextSource
+from skein.config.job import (
+    BatchSpec,
+    BudgetSpec,
+    DataSpec,
+    JobSpec,
+    ParallelSpec,
+    PlanSpec,
+    SkipSpec,
+    TextSource,
+)
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.load import stage_loads
@@ -103,6 +112,17 @@ def jobs(draw: st.DrawFn) -> JobSpec:
         num_microbatches=num_microbatches,
         is_tied=draw(st.booleans()),
     )
+
+
+def split(spec: JobSpec) -> JobSpec:
+    """The same job with split backwards."""
+    return spec.model_copy(update={"plan": PlanSpec(method="balanced", backward="split")})
+
+
+def split_jobs() -> st.SearchStrategy[JobSpec]:
+    """Jobs with a stage between the first and the loss."""
+    drawn = st.one_of(jobs(), skipping_jobs())
+    return drawn.filter(lambda spec: spec.parallel.stages > spec.num_fixed_stages).map(split)
 
 
 @st.composite

@@ -72,6 +72,10 @@ def test_a_good_plan_has_no_violations() -> None:
         (with_slots(PLAN.chunks[0], 0), "0 slots for stage 0"),
         (with_slots(PLAN.chunks[0], 10**9), "and has"),
         (replace(PLAN, paths=PLAN.paths[1:]), "7 paths for 8 microbatches"),
+        (
+            replace(PLAN, paths=(replace(FIRST, split=(1,)), *REST)),
+            "path of microbatch 0: has split backwards at hops [1], the job wants them at stages []",
+        ),
         (replace(PLAN, paths=(Path(hops=FIRST.hops[::-1]), *REST)), "path of microbatch 0: does not begin at stage 0"),
         (replace(PLAN, paths=(bent(FIRST, 1, "w9"), *REST)), "w9 does not hold stage 1"),
         (replace(PLAN, paths=(bent(FIRST, 2, other_origin()), *REST)), "not where it began"),

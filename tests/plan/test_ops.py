@@ -2,7 +2,7 @@
 
 import pytest
 
-from skein.plan.ops import OpKind, PathOp, path_ops
+from skein.plan.ops import Kept, OpKind, PathOp, kinds_at, path_ops
 
 
 def named(op: PathOp) -> str:
@@ -39,3 +39,32 @@ def test_what_a_path_takes_of_slots_it_gives_back_and_each_hop_accumulates_once(
     for hop in range(5):
         assert sum(op.kind.row.slots for op in ops if op.hop == hop) == 0
         assert sum(op.kind.row.is_accumulating for op in ops if op.hop == hop) == 1
+
+
+def test_a_split_backward_hands_its_gradient_back_before_it_adds_anything() -> None:
+    ops = path_ops(4, split=(1, 2))
+    assert [named(op) for op in ops] == ["F0", "F1", "F2", "L3", "I2", "I1", "W2", "B0", "W1"]
+    of = {named(op): op for op in ops}
+    assert [named(ops[x]) for x in of["I1"].inputs + of["I1"].own] == ["I2", "F1"]
+    assert [named(ops[x]) for x in of["W1"].awaited] == ["I1"]
+    assert [named(ops[x]) for x in of["B0"].inputs] == ["I1"]
+    assert of["W1"].followers == ()
+    for hop in range(4):
+        assert sum(op.kind.row.slots for op in ops if op.hop == hop) == 0
+        assert [named(op)[0] for op in ops if op.hop == hop and op.kind.row.is_accumulating] in (
+            ["L"],
+            ["B"],
+            ["W"],
+        )
+
+
+def test_a_split_backward_costs_what_a_whole_one_does() -> None:
+    costs = [x.row.cost for x in kinds_at(is_last=False, is_split=True)]
+    assert sum(cost.seconds(2.0, 6.0) for cost in costs) == pytest.approx(8.0)
+    assert {cost.whole for cost in costs} == {x.row.cost for x in kinds_at(is_last=False)}
+
+
+def test_what_is_held_shows_what_was_done() -> None:
+    shown = {kept: {x for x in OpKind if x.row.is_shown_by([kept])} for kept in Kept}
+    assert shown[Kept.GRAPH] == {OpKind.FORWARD}
+    assert shown[Kept.PENDING] == {OpKind.FORWARD, OpKind.INPUT}

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from skein.plan.ops import Direction
+from skein.plan.ops import Direction, Kept
 from skein.plan.order import left_undone
 from skein.plan.plan import Path, Plan
 from skein.protocol.coordinator.runs.placing.sources import Sources, assignments
 from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin, SourceKind, StateSource
 from skein.protocol.messages.tensors import HopTensor, Phase
-from skein.protocol.worker.ops import BackwardOp, ForwardOp, Loss, LossOp, VisitOp
+from skein.protocol.worker.ops import BackwardOp, ForwardOp, InputOp, Loss, LossOp, VisitOp
 from skein.protocol.worker.pipeline import Pipeline
 from skein.types import ChunkRef, JobId, Layout, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.drawn import carried_out, random_plan, shuffled
@@ -106,6 +106,58 @@ def test_contributions_are_accumulated_in_ascending_order_whatever_arrives_first
     assert run_ready(machine) == ["B0", "B1", "B2", "B3"]
     assert machine.ledger(StageIndex(0)) == ledger(0, "a", 0, 1, 2, 3)
     assert machine.is_done(StageIndex(0))
+
+
+SPLIT = Path(hops=(chunk(0, "a"), chunk(1, "b"), chunk(2, "c")), split=(1,))
+
+
+def split_stage(words: str, *, num_microbatches: int, slots: int) -> Pipeline:
+    """The stage between the others, with activations of all microbatches here."""
+    machine = machine_of("b", words, slots=slots)
+    for microbatch in range(num_microbatches):
+        machine.arrive(forward(microbatch, 1, SPLIT))
+    return machine
+
+
+def test_gradients_are_handed_back_as_they_come_and_sums_are_made_in_order() -> None:
+    machine = split_stage("F1.0 F1.1 I1.0 I1.1 W1.0 W1.1", num_microbatches=2, slots=2)
+    assert run_ready(machine) == ["F0", "F1"]
+    machine.arrive(backward(1, 1, SPLIT))
+    # The weight op of 1 waits for that of 0.
+    assert run_ready(machine) == ["I1"]
+    assert machine.ledger(StageIndex(1)) == ledger(1, "b")
+    machine.arrive(backward(0, 1, SPLIT))
+    assert run_ready(machine) == ["I0", "W0", "W1"]
+    assert machine.ledger(StageIndex(1)) == ledger(1, "b", 0, 1)
+    assert machine.is_done(StageIndex(1))
+
+
+def test_a_slot_is_free_again_when_the_weight_op_has_ended() -> None:
+    machine = split_stage("F1.0 I1.0 F1.1 W1.0 I1.1 W1.1", num_microbatches=2, slots=1)
+    assert run_ready(machine) == ["F0"]
+    machine.arrive(backward(0, 1, SPLIT))
+    assert run_ready(machine) == ["I0", "W0", "F1"]
+
+
+def test_what_is_put_aside_is_carried_over_and_a_weight_op_goes_on_from_it() -> None:
+    machine = split_stage("F1.0 I1.0 W1.0", num_microbatches=1, slots=1)
+    run_ready(machine)
+    machine.arrive(backward(0, 1, SPLIT))
+    op = machine.next_op()
+    assert isinstance(op, InputOp)
+    assert machine.end(op, None) == backward(0, 0, SPLIT)
+    carried = machine.carried()[StageIndex(1)]
+    assert (carried.ledger, list(carried.held)) == ((), [(Kept.PENDING, MicrobatchId(0))])
+    after = machine_of("b", "F1.0 I1.0 W1.0", slots=1)
+    after.resume({StageIndex(1): carried}, schedule("b", "W1.0"))
+    assert after.num_in_flight == 1
+    assert run_ready(after) == ["W0"]
+    assert after.num_in_flight == 0
+
+
+def test_a_whole_backward_is_not_what_a_split_hop_asks_for() -> None:
+    machine = split_stage("F1.0 B1.0", num_microbatches=1, slots=1)
+    assert not machine.may_hold(backward(0, 1, SPLIT))
 
 
 def test_the_loss_is_taken_in_ascending_order_too() -> None:
@@ -246,7 +298,7 @@ def test_queue_depths_are_told_by_kind() -> None:
     machine.arrive(forward(2, 2, way))
     machine.arrive(backward(3, 1, way))
     machine.arrive(forward(7, 1, way, phase=Phase.EVALUATE))
-    assert machine.queue_depths == {"forward": 2, "loss": 1, "backward": 1}
+    assert machine.queue_depths == {"forward": 2, "loss": 1, "backward": 1, "input": 0, "weight": 0}
 
 
 # --- whole plans ---

@@ -326,6 +326,46 @@ def test_what_one_end_of_a_loop_has_done_draws_the_other() -> None:
     assert halfway.ledger().keys() == visits(LOOP)
 
 
+# --- split backwards ---
+
+SPLIT = plan_of(
+    [chunk(stage, f"w{stage}{side}") for stage in (0, 1, 2) for side in "ab"],
+    [replace(path(*(chunk(stage, f"w{stage}{side}") for stage in (0, 1, 2))), split=(1,)) for side in "abab"],
+)
+
+
+def test_a_weight_op_goes_on_from_what_is_put_aside() -> None:
+    found = resumed(SPLIT, halfway_of(SPLIT, "F0.0 F1.0 L2.0 I1.0"))
+    assert found.replayed == ()
+    [kept] = found.resumptions[WorkerId("w1a")].chunks
+    assert (kept.ledger, kept.forwards, kept.pending) == ((), (), microbatches(0))
+    assert told(found, "w1a").startswith("W1.0")
+    # The gradient for the hop before is in the log.
+    [header] = found.resumptions[WorkerId("w1a")].repeats
+    assert (header.direction, header.hop) == (Direction.BACKWARD, 0)
+
+
+def test_a_contribution_whose_weight_op_was_to_come_is_lost_with_its_chunk() -> None:
+    halfway = halfway_of(SPLIT, "F0.0 F1.0 L2.0 I1.0 B0.0")
+    halfway.lose(["w1a"])
+    found = resumed(SPLIT, halfway)
+    assert set(told(found, "w1b").split()) >= {"F1.0", "I1.0", "W1.0"}
+    # Whoever has the gradient that the input op makes again does not take it again.
+    assert "B0.0" not in told(found, "w0a")
+    go_on(halfway, found)
+    assert halfway.ledger().keys() == visits(SPLIT)
+
+
+def test_what_is_put_aside_goes_with_the_ledger_of_its_chunk() -> None:
+    halfway = halfway_of(SPLIT, "F0.0 F1.0 L2.0 I1.0 W1.0 F0.2 F1.2 L2.2 I1.2")
+    # What was added twice cannot count.
+    halfway.chunks[chunk(1, "w1a")].ledger = list(microbatches(0, 0))
+    found = resumed(SPLIT, halfway)
+    [kept] = found.resumptions[WorkerId("w1a")].chunks
+    assert (kept.ledger, kept.pending) == ((), ())
+    assert set(told(found, "w1a").split()) == {"F1.0", "I1.0", "W1.0", "F1.2", "I1.2", "W1.2"}
+
+
 # --- what nobody in its senses tells ---
 
 
@@ -342,6 +382,7 @@ def test_nonsense_in_one_acknowledgement_neither_ends_anything_nor_counts_twice(
     nonsense = (
         replace(first, ledger=drawn),
         replace(first, forwards=drawn, outputs=drawn),
+        replace(first, pending=drawn, gradients=drawn),
         replace(first, stage=StageIndex(luck.randint(-1, len(plan.stages)))),
     )
     acks[worker] = replace(

@@ -1,13 +1,17 @@
 """Plans drawn at random: paths that leave out and reorder stages, and schedules that were once carried out."""
 
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from skein.plan.ops import OpKind
 from skein.plan.order import PlacedOp, ops_of
 from skein.plan.plan import Path, Plan, PlannedOp, Schedule
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, WorkerId
 from tests.support.plans import chunk, path, plan_of
+
+_KINDS = tuple(OpKind)
 
 
 def random_plan(luck: random.Random) -> Plan:
@@ -33,7 +37,14 @@ def random_plan(luck: random.Random) -> Plan:
     chunks = {chunk(stage, worker) for stage in range(num_stages) for worker in seats[stage]}
     if layout is Layout.LOOP:
         chunks |= {chunk(num_stages, worker) for worker in seats[0]}
-    return plan_of(chunks, paths, full_paths=full_paths, layout=layout, slots=luck.randint(1, 3))
+    slots = luck.randint(1, 3)
+    if luck.random() < 0.5:
+        paths = [replace(x, split=_some(range(1, len(x.hops) - 1), luck)) for x in paths]
+    return plan_of(chunks, paths, full_paths=full_paths, layout=layout, slots=slots)
+
+
+def _some(hops: Sequence[int], luck: random.Random) -> tuple[int, ...]:
+    return tuple(sorted(luck.sample(hops, luck.randint(0, len(hops)))))
 
 
 def carried_out(
@@ -48,26 +59,28 @@ def carried_out(
         if not able:
             return None
         placed = luck.choice(able).pop(0)
-        free[placed.chunk] += {OpKind.FORWARD: -1, OpKind.LOSS: 0, OpKind.BACKWARD: 1}[placed.op.kind]
+        free[placed.chunk] -= placed.op.kind.row.slots
         done[placed.chunk.worker].append(placed.op)
     return tuple(Schedule(worker=worker, ops=tuple(done[worker])) for worker in sorted(done))
 
 
 def _may_run(placed: PlacedOp, free: Mapping[ChunkRef, int]) -> bool:
-    return placed.op.kind is not OpKind.FORWARD or free[placed.chunk] > 0
+    return placed.op.kind.row.slots <= 0 or free[placed.chunk] > 0
 
 
 def shuffled(schedules: Iterable[Schedule], luck: random.Random) -> tuple[Schedule, ...]:
-    """Each list in any order that has a microbatch's forward before its backward."""
+    """Each list in any order that has a microbatch's forward before its backward, whole or in two."""
     return tuple(Schedule(worker=x.worker, ops=tuple(_shuffled(x.ops, luck))) for x in schedules)
 
 
 def _shuffled(ops: Iterable[PlannedOp], luck: random.Random) -> list[PlannedOp]:
     mixed = list(ops)
     luck.shuffle(mixed)
-    position = {op: i for i, op in enumerate(mixed)}
-    for op in list(position):
-        forward = PlannedOp(kind=OpKind.FORWARD, stage=StageIndex(op.stage), microbatch=op.microbatch)
-        if op.kind is OpKind.BACKWARD and position[forward] > position[op]:
-            position[forward], position[op] = position[op], position[forward]
-    return sorted(position, key=lambda op: position[op])
+    places: defaultdict[tuple[StageIndex, MicrobatchId], list[int]] = defaultdict(list)
+    for i, op in enumerate(mixed):
+        places[op.stage, op.microbatch].append(i)
+    for own in places.values():
+        in_order = sorted((mixed[i] for i in own), key=lambda op: _KINDS.index(op.kind))
+        for i, op in zip(own, in_order, strict=True):
+            mixed[i] = op
+    return mixed

@@ -7,10 +7,9 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from skein.plan.changing.unfinished import Held
-from skein.plan.ops import Kept, OpKind
+from skein.plan.ops import ChunkOrder, Direction, Kept
 from skein.plan.order import PlacedOp, ops_of
 from skein.plan.plan import Path, Plan, PlannedOp, Schedule
 from skein.protocol.messages.directives import ChunkVersion
@@ -27,8 +26,17 @@ class Chunk:
 
     ledger: list[MicrobatchId] = field(default_factory=list)
     held: list[MicrobatchId] = field(default_factory=list)
+    pending: list[MicrobatchId] = field(default_factory=list)
     outputs: list[MicrobatchId] = field(default_factory=list)
     gradients: list[MicrobatchId] = field(default_factory=list)
+
+    def kept(self, what: Kept) -> list[MicrobatchId]:
+        """Microbatches of which it has such things."""
+        return {Kept.GRAPH: self.held, Kept.PENDING: self.pending}[what]
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.held) + len(self.pending)
 
 
 class Halfway:
@@ -47,10 +55,14 @@ class Halfway:
         return owners
 
     def held(self, paths: Sequence[Path]) -> frozenset[Held]:
-        """Activations that wait where their path goes."""
+        """What waits where its path goes."""
         visits = {(MicrobatchId(m), hop) for m, path in enumerate(paths) for hop in path.hops}
         return frozenset(
-            (m, at.stage, Kept.GRAPH) for at, x in self.chunks.items() for m in x.held if (m, at) in visits
+            (m, at.stage, kept)
+            for at, x in self.chunks.items()
+            for kept in Kept
+            for m in x.kept(kept)
+            if (m, at) in visits
         )
 
     def lose(self, workers: Collection[str]) -> None:
@@ -58,16 +70,16 @@ class Halfway:
         self.chunks = {at: x for at, x in self.chunks.items() if at.worker not in workers}
 
     def keep(self, held: Collection[Held]) -> None:
-        """Other activations are given up, as if they had never been made."""
-        forwards = {(m, stage) for m, stage, _ in held}
-        given_up = {(m, at) for at, x in self.chunks.items() for m in x.held if (m, at.stage) not in forwards}
-        self.ran = [
-            x
-            for x in self.ran
-            if x.op.kind is not OpKind.FORWARD or (x.op.microbatch, x.chunk) not in given_up
-        ]
+        """All else that waits is given up, as if it had never been made."""
+        given_up: set[tuple[MicrobatchId, ChunkRef]] = set()
         for at, x in self.chunks.items():
-            x.held = [m for m in x.held if (m, at.stage) in forwards]
+            for kept in Kept:
+                gone = {m for m in x.kept(kept) if (m, at.stage, kept) not in held}
+                given_up |= {(m, at) for m in gone}
+                x.kept(kept)[:] = [m for m in x.kept(kept) if m not in gone]
+        self.ran = [
+            x for x in self.ran if not x.op.kind.row.leaves or (x.op.microbatch, x.chunk) not in given_up
+        ]
 
     def run(
         self,
@@ -81,20 +93,20 @@ class Halfway:
         """Carry out schedules, at most so many ops; gives the next op of each chunk that is not through.
 
         Args:
-            given: ops whose input is sent again. All others get theirs from the op before, which must be run too;
-                what a path begins with needs none.
+            given: ops whose input is sent again. All others get theirs from the ops before, which must be run too;
+                what a path begins with, or what is here already, needs none.
         """
-        queues: defaultdict[tuple[ChunkRef, bool], deque[PlannedOp]] = defaultdict(deque)
+        queues: defaultdict[tuple[ChunkRef, ChunkOrder | PlannedOp], deque[PlannedOp]] = defaultdict(deque)
         for schedule in schedules:
             for op in schedule.ops:
                 at = ChunkRef(stage=op.stage, worker=schedule.worker)
-                queues[at, op.kind.row.is_accumulating].append(op)
+                queues[at, op.kind.row.lane or op].append(op)
         following: dict[PlannedOp, PlacedOp] = {}
         arrived = {placed.op: placed for placed in given}
         for m, path in enumerate(paths):
             way = list(ops_of(MicrobatchId(m), path))
-            arrived[way[0].op] = way[0]
-            following |= {before.op: placed for before, placed in pairwise(way)}
+            arrived |= {placed.op: placed for placed in way if not placed.at.inputs}
+            following |= {way[number].op: placed for placed in way for number in placed.at.inputs}
         while most is None or most > 0:
             able = [
                 queue
@@ -119,28 +131,25 @@ class Halfway:
     ) -> bool:
         if op not in arrived or arrived[op].chunk != at:
             return False
-        held = self.chunks[at].held
-        match op.kind:
-            case OpKind.FORWARD:
-                return len(held) < slots[at]
-            case OpKind.BACKWARD:
-                return op.microbatch in held
-            case OpKind.LOSS:
-                return True
+        row, chunk = op.kind.row, self.chunks[at]
+        has_slot = row.slots <= 0 or chunk.num_in_flight < slots[at]
+        return has_slot and (row.uses is None or op.microbatch in chunk.kept(row.uses))
 
     def end(self, placed: PlacedOp) -> None:
         """An op is done."""
         chunk, m = self.chunks[placed.chunk], placed.op.microbatch
+        row = placed.op.kind.row
         self.ran.append(placed)
-        if placed.op.kind is OpKind.FORWARD:
-            assert m not in chunk.held, f"{placed} is here already"
-            chunk.held.append(m)
+        if row.uses:
+            chunk.kept(row.uses).remove(m)
+        if row.leaves:
+            assert m not in chunk.kept(row.leaves), f"{placed} is here already"
+            chunk.kept(row.leaves).append(m)
+        if row.is_accumulating:
+            chunk.ledger.append(m)
+        if row.gives is Direction.FORWARD:
             chunk.outputs.append(m)
-            return
-        if placed.op.kind is OpKind.BACKWARD:
-            chunk.held.remove(m)
-        chunk.ledger.append(m)
-        if placed.hop > 0:
+        elif row.gives is Direction.BACKWARD and placed.hop > 0:
             chunk.gradients.append(m)
 
     def acks(self, plan: Plan, *, version: int = 0) -> dict[WorkerId, Ack]:
@@ -166,6 +175,7 @@ def progress(stage: StageIndex, chunk: Chunk) -> ChunkProgress:
         stage=stage,
         ledger=tuple(chunk.ledger),
         forwards=tuple(sorted(chunk.held)),
+        pending=tuple(sorted(chunk.pending)),
         outputs=tuple(sorted(set(chunk.outputs))),
         gradients=tuple(sorted(set(chunk.gradients))),
     )

@@ -19,7 +19,8 @@ from skein.storage.places import ANYWHERE
 from skein.types import Generation, JobId, StageIndex, Step
 from worker.chunks.build import Builder, Files
 from worker.chunks.copies import ChunkCopies
-from worker.compute.ops import Done, Saved
+from worker.compute.ops import Done
+from worker.compute.state import Saved
 from worker.driver import WorkerDriver
 from worker.executor import Executor, Ran
 from worker.inbox import WorkerInbox

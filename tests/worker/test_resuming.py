@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from skein.model.layers import splits_backward
 from skein.plan.ops import OpKind
 from skein.plan.order import PlacedOp
+from skein.plan.paths import split_at
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.placing.resuming import resume
 from skein.protocol.messages.directives import Resumption
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.keeping.desk import operand_keys
-from skein.protocol.worker.ops import BackwardOp, ForwardOp, HopKey, Loss, LossOp, TensorKey, hop_key
+from skein.protocol.worker.ops import COMPUTE_OPS, HopKey, Loss, TensorKey, VisitOp, hop_key
 from skein.types import ChunkRef, Layout, Precision, Step, WorkerId
 from tests.support.extent import part
 from tests.support.halfway import Halfway, num_ops, slots_of, visits
@@ -34,10 +36,12 @@ Sums = dict[ChunkRef, dict[str, Tensor]]
 class Stoppable:
     """A lab whose workers keep a boundary log, and take their operands from it as a worker's driver does."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, *, is_split: bool = False) -> None:
         self.lab = lab
         arrangement = lab.arrangement
-        drawn = plan_of(arrangement.chunks, arrangement.paths, layout=lab.job.parallel.layout)
+        stages = [x.index for x in arrangement.stages if is_split and splits_backward(lab.job.model, x)]
+        paths = split_at(arrangement.paths, stages)
+        drawn = plan_of(arrangement.chunks, paths, layout=lab.job.parallel.layout)
         self.plan = replace(drawn, stages=arrangement.stages, groups=arrangement.groups)
 
     def begin(self, luck: random.Random) -> None:
@@ -138,15 +142,11 @@ def grad_of(parameter: torch.nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def compute_op(placed: PlacedOp, plan: Plan) -> ForwardOp | LossOp | BackwardOp:
+def compute_op(placed: PlacedOp, plan: Plan) -> VisitOp:
     microbatch, path = placed.op.microbatch, plan.paths[placed.op.microbatch]
-    match placed.op.kind:
-        case OpKind.FORWARD:
-            return ForwardOp(phase=Phase.TRAIN, step=START, microbatch=microbatch, hop=placed.hop, path=path)
-        case OpKind.LOSS:
-            return LossOp(phase=Phase.TRAIN, step=START, microbatch=microbatch, hop=placed.hop, path=path)
-        case OpKind.BACKWARD:
-            return BackwardOp(step=START, microbatch=microbatch, hop=placed.hop, path=path)
+    return COMPUTE_OPS[placed.op.kind](
+        phase=Phase.TRAIN, step=START, microbatch=microbatch, hop=placed.hop, path=path
+    )
 
 
 Built = Callable[..., Stoppable]
@@ -164,10 +164,11 @@ def built(text: FilePath, labs: list[Lab]) -> Built:
         precision: Precision = Precision.FP64,
         replicas: int = 1,
         stages: int = 2,
+        is_split: bool = False,
     ) -> Stoppable:
         job = tiny_job(text, stages=stages, replicas=replicas, layout=layout, precision=precision)
         labs.append(Lab(job))
-        return Stoppable(labs[-1])
+        return Stoppable(labs[-1], is_split=is_split)
 
     return make
 
@@ -260,6 +261,44 @@ def test_a_chunk_whose_ledger_is_dropped_starts_at_zero_and_ends_at_the_same_bit
             assert_near(stoppable.sums(), wanted, Precision.FP32, f"spoilt after {most} ops")
         assert stoppable.losses == losses
     assert num_spoilt > 3
+
+
+@pytest.mark.parametrize(("layout", "precision"), CASES)
+def test_split_backwards_have_the_sums_of_whole_ones_to_the_bit_wherever_they_are_stopped(
+    built: Built, layout: Layout, precision: Precision
+) -> None:
+    wanted, losses = undisturbed(built(layout=layout, precision=precision, stages=4))
+    stoppable = built(layout=layout, precision=precision, stages=4, is_split=True)
+    kinds = {op.kind for schedule in stoppable.plan.schedules for op in schedule.ops}
+    assert kinds >= {OpKind.INPUT, OpKind.WEIGHT}
+    num_between = 0
+    for most in part(range(num_ops(stoppable.plan) + 1), every=6):
+        stoppable.begin(random.Random(most))
+        stoppable.run(most)
+        num_between += any(x.pending for x in stoppable.halfway.chunks.values())
+        stoppable.go_on()
+        assert_same_bits(stoppable.sums(), wanted, f"stopped after {most} ops")
+        assert stoppable.losses == losses
+    assert num_between > 1
+
+
+def test_whoever_dies_between_the_ops_of_a_split_backward_nothing_counts_twice_or_by_half(
+    built: Built,
+) -> None:
+    stoppable = built(precision=Precision.FP64, replicas=2, stages=3, is_split=True)
+    wanted, losses = undisturbed(stoppable)
+    num_lost = 0
+    for most in part(range(num_ops(stoppable.plan) + 1), every=4):
+        stoppable.begin(random.Random(most))
+        stoppable.run(most)
+        holding = [at.worker for at, x in stoppable.halfway.chunks.items() if x.pending]
+        num_lost += bool(holding)
+        dead = (holding or stoppable.plan.workers)[0]
+        stoppable.halfway.lose([dead])
+        stoppable.go_on()
+        assert_near(stoppable.sums(), wanted, Precision.FP64, f"{dead} died after {most} ops")
+        assert stoppable.losses == losses
+    assert num_lost > 1
 
 
 def test_a_step_that_is_stopped_again_and_again_has_the_same_sums(built: Built) -> None:

@@ -14,7 +14,7 @@ from skein.storage.places import Places
 from skein.units import format_bytes
 from worker.chunks.build import Files, archive_of
 from worker.chunks.checkpoint import write_stage
-from worker.compute.ops import Saved
+from worker.compute.state import Saved
 from worker.executor import one_line
 from worker.telling.metrics import WorkerMetrics
 from worker.transport.coordinator import FullError

@@ -14,7 +14,17 @@ from skein.numeric.gradients import shard_bounds
 from skein.plan.ops import Direction
 from skein.plan.plan import Path
 from skein.protocol.messages.tensors import Phase, ShardTensor
-from skein.protocol.worker.ops import BackwardOp, ForwardOp, HopKey, JoinOp, LossOp, Op, SumOp, TensorKey
+from skein.protocol.worker.ops import (
+    BackwardOp,
+    ForwardOp,
+    HopKey,
+    InputOp,
+    JoinOp,
+    LossOp,
+    Op,
+    SumOp,
+    TensorKey,
+)
 from skein.types import MicrobatchId, StageIndex, WorkerId
 from skein.wire.extra import DType
 from worker.bundle import Bundle, torch_dtype
@@ -57,7 +67,7 @@ def check_operands(
             _check_exchanged(op.results, operands, op, mine, exchanges)
         case ForwardOp() | LossOp() if op.hop > 0:
             _check_input(op, operands)
-        case BackwardOp():
+        case BackwardOp() | InputOp():
             _check_gradient(op, operands, graphs)
         case _:
             pass
@@ -119,7 +129,7 @@ def _check_input(op: ForwardOp | LossOp, operands: Mapping[TensorKey, Payload]) 
         )
 
 
-def _check_gradient(op: BackwardOp, operands: Mapping[TensorKey, Payload], graphs: Graphs) -> None:
+def _check_gradient(op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload], graphs: Graphs) -> None:
     bundle = _sent(operands.get(HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop)))
     graph = graphs.get((op.microbatch, op.chunk.stage))
     if bundle is None or graph is None:

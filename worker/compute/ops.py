@@ -29,7 +29,7 @@ from skein.numeric.gradients import (
 )
 from skein.numeric.sums import exact_sum
 from skein.plan.ops import Direction
-from skein.plan.plan import Group, Path
+from skein.plan.plan import Group
 from skein.protocol.messages.directives import Decision, Resumption, StepRecord
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import (
@@ -37,6 +37,7 @@ from skein.protocol.worker.ops import (
     BackwardOp,
     ForwardOp,
     HopKey,
+    InputOp,
     Joined,
     JoinOp,
     Loss,
@@ -50,15 +51,14 @@ from skein.protocol.worker.ops import (
     SnapshotOp,
     SumOp,
     TensorKey,
+    WeightOp,
 )
 from skein.types import (
     Attempt,
     ChunkRef,
-    Generation,
     GroupId,
     JobId,
     Local,
-    MicrobatchId,
     StageIndex,
     StageSpec,
     Step,
@@ -67,27 +67,15 @@ from skein.types import (
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
 from worker.compute.exchanging import Exchanging, claim_of
+from worker.compute.left import Left
 from worker.compute.operands import check_operands
 from worker.compute.payload import GRADIENT, HIDDEN, LABELS, SHARD, Payload, concatenated, pack, unpack
 from worker.compute.snapshots import Snapshots
+from worker.compute.state import Saved
+from worker.model.pending import add_up
 from worker.telling.aggregating import Gauges
 
 Outputs = dict[TensorKey, Payload]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A chunk's state at one version, copied for a checkpoint that `generation` asked for."""
-
-    job_id: JobId
-    generation: Generation
-    version: Step
-    stage: StageIndex
-    walker: int
-    url: str | None
-    params: Mapping[str, Tensor]
-    state: Mapping[str, Tensor]
-    """All else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +102,6 @@ class Holding:
     """Part of the step in progress that stays; None: nothing."""
 
 
-_Place = tuple[MicrobatchId, StageIndex]
-
-
 class Compute:
     """The tensors of one job on one device, and the ops on them."""
 
@@ -125,8 +110,7 @@ class Compute:
         self.holding: Holding | None = None
         self.snapshots = Snapshots()
         self.gauges = Gauges()
-        self._graphs: dict[_Place, tuple[Tensor, Tensor]] = {}
-        self._labels: dict[tuple[Phase, MicrobatchId], Tensor] = {}
+        self._left = Left()
         self._results: dict[tuple[GroupId, Attempt], tuple[Joined, Tensor]] = {}
         self._exchanging: Exchanging | None = None
         self._leaving: tuple[Chunk, ...] = ()
@@ -143,11 +127,9 @@ class Compute:
         """Replace everything held. Of a step in progress, what is to stay stays; other accumulators begin at zero."""
         before = self._here(holding.job_id)
         resumed = () if holding.resumption is None else holding.resumption.chunks
-        graphs = {(m, x.stage): self._graphs.get((m, x.stage)) for x in resumed for m in x.forwards}
-        labels = {key: value for key, value in self._labels.items() if key[0].trains and resumed}
+        left = self._left.staying(resumed)
         self.forget()
-        self._graphs = {place: graph for place, graph in graphs.items() if graph is not None}
-        self._labels = labels
+        self._left = left
         carried = {x.stage for x in resumed if x.ledger}
         for index, chunk in holding.chunks.items():
             if index not in carried:
@@ -191,8 +173,7 @@ class Compute:
         return (*self._held.chunks.values(), *self._leaving) if is_ours else ()
 
     def _drop_step(self) -> None:
-        self._graphs.clear()
-        self._labels.clear()
+        self._left = Left()
         self._results.clear()
 
     @property
@@ -217,7 +198,7 @@ class Compute:
             OperandError: a peer has sent what cannot be used.
         """
         if self.holding is not None:
-            check_operands(op, operands, self.holding.chunks, self._graphs, self._exchanges)
+            check_operands(op, operands, self.holding.chunks, self._left.graphs, self._exchanges)
         match op:
             case ForwardOp():
                 return self._forward(op, operands)
@@ -225,6 +206,11 @@ class Compute:
                 return self._loss(op, operands)
             case BackwardOp():
                 return self._backward(op, operands)
+            case InputOp():
+                return self._input_gradient(op, operands)
+            case WeightOp():
+                add_up(self._left.pending.pop((op.microbatch, op.chunk.stage)))
+                return Done()
             case PackOp():
                 return Done(outputs=self._pack(op))
             case SumOp():
@@ -250,13 +236,13 @@ class Compute:
         module = self._chunk(op.chunk).module
         if op.phase.keeps_graph:
             y = module(x.requires_grad_(x.is_floating_point() and op.hop > 0))
-            self._graphs[op.microbatch, op.chunk.stage] = (x, y)
+            self._left.graphs[op.microbatch, op.chunk.stage] = (x, y)
         else:
             with torch.no_grad():
                 y = module(x)
         tensors = {HIDDEN: y.detach()}
         if labels is not None and self._stay_here(op):
-            self._labels[op.phase, op.microbatch] = labels
+            self._left.labels[op.phase, op.microbatch] = labels
         elif labels is not None:
             tensors[LABELS] = labels
         key = HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop + 1)
@@ -274,7 +260,7 @@ class Compute:
     def _loss(self, op: LossOp, operands: Mapping[TensorKey, Payload]) -> Done:
         x, labels = self._input(op, operands)
         if labels is None:
-            labels = self._labels.pop((op.phase, op.microbatch), None)
+            labels = self._left.labels.pop((op.phase, op.microbatch), None)
         if labels is None:
             # The path began here, and its loss has been computed once already.
             _, labels = self._first_input(op)
@@ -288,13 +274,23 @@ class Compute:
         total, num_valid = module.loss(x.requires_grad_(op.hop > 0), labels)
         total.backward()  # type: ignore[no-untyped-call]
         outcome = Loss(loss_sum=total.item(), num_tokens=num_valid)
-        return Done(outcome=outcome, outputs=self._gradient_of(x, op.step, op.microbatch, op.hop, op.path))
+        return Done(outcome=outcome, outputs=self._handed_back(op, x.grad))
 
     def _backward(self, op: BackwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
+        x, y = self._left.graphs.pop((op.microbatch, op.chunk.stage))
+        torch.autograd.backward(y, self._gradient(op, operands))
+        return Done(outputs=self._handed_back(op, x.grad))
+
+    def _input_gradient(self, op: InputOp, operands: Mapping[TensorKey, Payload]) -> Done:
+        place = op.microbatch, op.chunk.stage
+        x, y = self._left.graphs.pop(place)
+        module = self._chunk(op.chunk).module
+        grad, self._left.pending[place] = module.input_gradient(x, y, self._gradient(op, operands))
+        return Done(outputs=self._handed_back(op, grad))
+
+    def _gradient(self, op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload]) -> Tensor:
         key = HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop)
-        x, y = self._graphs.pop((op.microbatch, op.chunk.stage))
-        torch.autograd.backward(y, unpack(operands[key], self.device)[GRADIENT])
-        return Done(outputs=self._gradient_of(x, op.step, op.microbatch, op.hop, op.path))
+        return unpack(operands[key], self.device)[GRADIENT]
 
     def _input(
         self, op: ForwardOp | LossOp, operands: Mapping[TensorKey, Payload]
@@ -315,13 +311,13 @@ class Compute:
         batch = batches.batch(op.phase, op.step, op.microbatch)
         return self._moved(torch.from_numpy(batch.inputs)), self._moved(torch.from_numpy(batch.labels))
 
-    def _gradient_of(self, x: Tensor, step: Step, microbatch: MicrobatchId, hop: int, path: Path) -> Outputs:
+    def _handed_back(self, op: LossOp | BackwardOp | InputOp, grad: Tensor | None) -> Outputs:
         """dy of the hop before, ready to be handed over; the first hop has none."""
-        if hop == 0:
+        if op.hop == 0:
             return {}
-        assert x.grad is not None
-        key = HopKey(Direction.BACKWARD, Phase.TRAIN, step, microbatch, hop - 1)
-        return {key: self._payload({GRADIENT: x.grad}, path.hops[hop - 1])}
+        assert grad is not None
+        key = HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop - 1)
+        return {key: self._payload({GRADIENT: grad}, op.path.hops[op.hop - 1])}
 
     # --- reduction; accumulators are only read ---
 

@@ -6,6 +6,7 @@ Rules of this file
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,11 +18,26 @@ from skein.model.parameters import stage_shapes
 from skein.numeric.aggregate.rule import Rule
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
-from skein.types import StageSpec
+from skein.types import Generation, JobId, StageIndex, StageSpec, Step
 from worker.model.base import parameter_dtype
 
 STEP = "step"
 """Under this name the count of updates travels with the tensors of a chunk's state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A chunk's state at one version, copied for a checkpoint that `generation` asked for."""
+
+    job_id: JobId
+    generation: Generation
+    version: Step
+    stage: StageIndex
+    walker: int
+    url: str | None
+    params: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    """All else."""
 
 
 def copied(slots: Mapping[str, Slot]) -> frozenset[str]:

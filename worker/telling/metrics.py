@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from skein.plan.ops import OpKind
 from skein.protocol.messages.reports import Count
 from skein.types import WorkerId
 from skein.wire.channel import Lane
@@ -19,7 +20,7 @@ from worker.transport.statistics import Statistics
 
 _OP_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _STEP_BUCKETS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-_COMPUTE_KINDS = ("forward", "loss", "backward")
+_COMPUTE_KINDS = tuple(kind.value for kind in OpKind)
 _MAX_PEERS = 64
 """Peers beyond so many share the label `other`: labels stay bounded however many come and go."""
 

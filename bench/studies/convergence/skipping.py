@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import assert_never
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from skein.protocol.messages.directives import Ledger, Prepare, StepRecord
 from skein.protocol.messages.reports import StageDone, Vote
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.rounds.round import LedgerHeard, Round, RoundEvent, RoundFailed, StepTerms, VoteHeard
-from skein.protocol.worker.ops import ApplyOp, BackwardOp, ForwardOp, Joined, JoinOp, Loss, LossOp, Op
+from skein.protocol.worker.ops import COMPUTE_OPS, ApplyOp, ForwardOp, Joined, JoinOp, Loss, LossOp, Op
 from skein.rng import stream
 from skein.types import ChunkRef, Epoch, Generation, JobId, Layout, MicrobatchId, Own, Step, WorkerId
 from worker.compute.batches import BatchReader
@@ -308,12 +307,4 @@ def _there_and_back(microbatch: MicrobatchId, path: Path) -> Iterator[PlannedOp]
 def _op(planned: PlannedOp, step: Step, path: Path) -> Op:
     hop = path.hops.index(ChunkRef(stage=planned.stage, worker=_HERE))
     microbatch = planned.microbatch
-    match planned.kind:
-        case OpKind.FORWARD:
-            return ForwardOp(phase=Phase.TRAIN, step=step, microbatch=microbatch, hop=hop, path=path)
-        case OpKind.LOSS:
-            return LossOp(phase=Phase.TRAIN, step=step, microbatch=microbatch, hop=hop, path=path)
-        case OpKind.BACKWARD:
-            return BackwardOp(step=step, microbatch=microbatch, hop=hop, path=path)
-        case _:
-            assert_never(planned.kind)
+    return COMPUTE_OPS[planned.kind](phase=Phase.TRAIN, step=step, microbatch=microbatch, hop=hop, path=path)

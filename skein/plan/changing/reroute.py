@@ -78,7 +78,7 @@ def renamed(plan: Plan, name_by_worker: Mapping[WorkerId, WorkerId]) -> Plan:
         return ChunkRef(stage=chunk.stage, worker=new(chunk.worker))
 
     def led(path: Path) -> Path:
-        return Path(hops=tuple(moved(hop) for hop in path.hops))
+        return replace(path, hops=tuple(moved(hop) for hop in path.hops))
 
     return replace(
         plan,
@@ -164,7 +164,7 @@ class _Choice:
             is_fixed = microbatch is not None and (microbatch, hops[last].stage) in owners
             at, other = (last, 0) if is_fixed else (0, last)
             hops[other] = ChunkRef(stage=hops[other].stage, worker=hops[at].worker)
-        return Path(hops=tuple(hops))
+        return replace(path, hops=tuple(hops))
 
     def _hop(self, microbatch: MicrobatchId | None, hop: ChunkRef, owners: Owners) -> ChunkRef:
         owner = None if microbatch is None else owners.get((microbatch, hop.stage))

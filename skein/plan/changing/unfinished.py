@@ -62,7 +62,10 @@ def rest_of(
     """
     ways = ways_of(paths)
     kept: defaultdict[Contribution, set[Kept]] = defaultdict(set)
-    for microbatch, stage, what in held:
+    # A liar may tell of things that no op leaves where it is.
+    for microbatch, stage, what in held & {
+        (*_contribution(x), x.op.kind.row.leaves) for way in ways for x in way
+    }:
         kept[microbatch, stage].add(what)
     while True:
         left = {placed for way in ways for placed in way if not _is_done(placed, ledger, kept)}

@@ -121,6 +121,27 @@ class Bar(NamedTuple):
     end_s: float
 
 
+class Lines:
+    """Uplinks and downlinks of workers; each carries one tensor at a time, in the order in which they are asked."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._position = {worker: i for i, worker in enumerate(pace.pool.workers)}
+        self._up_s: defaultdict[int, float] = defaultdict(float)
+        self._down_s: defaultdict[int, float] = defaultdict(float)
+
+    def arrival_s(self, sender: WorkerId, receiver: WorkerId, ready_s: float) -> float:
+        """Arrival of a tensor that is ready at `ready_s`, in seconds; its lines are taken until then, latency apart."""
+        if sender == receiver:
+            return ready_s
+        here, there = self._position[sender], self._position[receiver]
+        links = self._pace.pool.links
+        wire_s = self._pace.output_bytes / float(links.bytes_per_s[here, there])
+        begin_s = max(ready_s, self._up_s[here], self._down_s[there])
+        self._up_s[here] = self._down_s[there] = begin_s + wire_s
+        return begin_s + float(links.latency_s[here, there]) + wire_s
+
+
 class Walk:
     """Walk through one step, in order of the ops' ends."""
 
@@ -136,8 +157,7 @@ class Walk:
         self._free_s = dict.fromkeys(self._lists, 0.0)
         self._running: list[tuple[float, int, int, PlacedOp]] = []
         self._busy: set[WorkerId] = set()
-        self._up_s: defaultdict[int, float] = defaultdict(float)
-        self._down_s: defaultdict[int, float] = defaultdict(float)
+        self._lines = Lines(pace)
         self.bars: list[Bar] = []
         """Ops that were begun, in that order."""
 
@@ -161,7 +181,7 @@ class Walk:
             # Ends come in order of time, so lines serve tensors in the order in which they are ready.
             for number in placed.at.followers:
                 target = self._ways[m][number].chunk.worker
-                ready_s = self._arrival_s(worker, target, end_s)
+                ready_s = self._lines.arrival_s(worker, target, end_s)
                 self._ready_s[m][number] = max(self._ready_s[m][number], ready_s)
                 self._awaited[m][number] -= 1
                 self._begin(target)
@@ -183,14 +203,3 @@ class Walk:
         self._busy.add(worker)
         self.bars.append(Bar(worker, ops[at].kind.value, ops[at].stage, m, begin_s, end_s))
         heappush(self._running, (end_s, m, number, self._ways[m][number]))
-
-    def _arrival_s(self, sender: WorkerId, receiver: WorkerId, ready_s: float) -> float:
-        """Arrival of a tensor that is ready at `ready_s`, in seconds; its lines are taken until then, latency apart."""
-        if sender == receiver:
-            return ready_s
-        here, there = self._position[sender], self._position[receiver]
-        links = self._pace.pool.links
-        wire_s = self._pace.output_bytes / float(links.bytes_per_s[here, there])
-        begin_s = max(ready_s, self._up_s[here], self._down_s[there])
-        self._up_s[here] = self._down_s[there] = begin_s + wire_s
-        return begin_s + float(links.latency_s[here, there]) + wire_s

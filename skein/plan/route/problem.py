@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from skein.plan.ops import COSTS, Direction, OpKind, PathOp, path_ops
+from skein.plan.ops import COSTS, Direction, OpKind, PathOp, kinds_at, path_ops
 from skein.types import Layout
 
 F64 = npt.NDArray[np.float64]
@@ -133,7 +133,7 @@ class Problem:
     @cached_property
     def visit_s(self) -> F64:
         """(num_workers, num_stages) of all ops of a microbatch at a hop, the last one apart."""
-        return self.seconds_of(kind for kind in OpKind if not kind.row.is_last)
+        return self.seconds_of(kinds_at(is_last=False))
 
     @cached_property
     def out_s(self) -> F64:
@@ -146,7 +146,7 @@ class Problem:
         return self._passed_s(Direction.BACKWARD)
 
     def _passed_s(self, gives: Direction) -> F64:
-        return self.seconds_of(kind for kind in OpKind if not kind.row.is_last and kind.row.gives is gives)
+        return self.seconds_of(kind for kind in kinds_at(is_last=False) if kind.row.gives is gives)
 
     def seconds_of(self, kinds: Iterable[OpKind]) -> F64:
         """(num_workers, num_stages) of one op of each of these kinds together."""

@@ -75,9 +75,9 @@ _FIELDS = {
         "protocol_version num_rerouted num_retried num_samples_repeated num_dropped num_tensors "
         "num_workers num_holders num_asked limit checksum reply_bytes uses"
     ),
-    INDEX: "stage stages index first stop hop shard num_shards fragment walker walkers leader parents members",
+    INDEX: "stage stages index first stop hop split shard num_shards fragment walker walkers leader parents members",
     MICROBATCH: (
-        "microbatch microbatches num_microbatches ledger forwards outputs gradients slots num_paths "
+        "microbatch microbatches num_microbatches ledger forwards pending outputs gradients slots num_paths "
         "num_evaluation_paths evaluation_paths"
     ),
     BYTES: "num_bytes memory_bytes missing_bytes offset shape used most",

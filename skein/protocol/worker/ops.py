@@ -109,8 +109,26 @@ class BackwardOp(ComputeOp):
     phase: Phase = Phase.TRAIN
 
 
-VisitOp = ForwardOp | LossOp | BackwardOp
-COMPUTE_OPS: Mapping[OpKind, type[VisitOp]] = {x.kind: x for x in (ForwardOp, LossOp, BackwardOp)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputOp(ComputeOp):
+    """Make the gradient for the hop before from dy of `hop`, and put all weight gradients aside: no sum changes."""
+
+    kind: ClassVar[OpKind] = OpKind.INPUT
+    phase: Phase = Phase.TRAIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightOp(ComputeOp):
+    """Add all that the microbatch's `InputOp` has put aside to the chunk's accumulators."""
+
+    kind: ClassVar[OpKind] = OpKind.WEIGHT
+    phase: Phase = Phase.TRAIN
+
+
+VisitOp = ForwardOp | LossOp | BackwardOp | InputOp | WeightOp
+COMPUTE_OPS: Mapping[OpKind, type[VisitOp]] = {
+    x.kind: x for x in (ForwardOp, LossOp, BackwardOp, InputOp, WeightOp)
+}
 """Class of the op that carries out each kind."""
 
 

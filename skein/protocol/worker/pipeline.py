@@ -4,7 +4,8 @@ Rules of this file
 - Of one chunk, ops that take a slot are begun strictly in the schedule's order, and so are those that add to its
   gradient. So sums are made in one order whatever the network does. Otherwise nothing waits for its turn: what is ready
   goes first.
-- A forward starts only into a free slot; its slot is free again when that microbatch's backward has ended.
+- A forward starts only into a free slot; its slot is free again when that microbatch's backward has ended, and where
+  that is split, its weight op.
 - So what an op waits for is fixed: its input, the op before it in its chunk's order, and for the k-th forward of a
   chunk with n slots the backward number k - n. A worker is never idle while one of its ops is ready; hence a step can
   come to a halt only if these precedences run in a circle, which no timing makes or mends. `skein.plan.check` walks
@@ -356,7 +357,8 @@ def _total(losses: Iterable[Loss]) -> Loss:
 
 def _planned(tensor: HopTensor) -> PlannedOp | None:
     """The op that a training tensor is the input of; None: no op takes what a peer claims this to be."""
-    kind = taker_of(tensor.direction, is_last=tensor.hop == len(tensor.path.hops) - 1)
+    path, hop = tensor.path, tensor.hop
+    kind = taker_of(tensor.direction, is_last=hop == len(path.hops) - 1, is_split=hop in path.split)
     if kind is None:
         return None
     return PlannedOp(kind=kind, stage=tensor.path.hops[tensor.hop].stage, microbatch=tensor.microbatch)

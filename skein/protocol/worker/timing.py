@@ -8,7 +8,7 @@ Rules of this file
 from collections import deque
 from statistics import median
 
-from skein.plan.ops import Cost, OpKind
+from skein.plan.ops import Cost, OpKind, kinds_at
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages.reports import TimesMeasured
 from skein.protocol.messages.tensors import HopTensor, TensorHeader
@@ -24,11 +24,12 @@ LEAST_KEPT = 3
 """Measurements of each kind, before it is told: the first op of a kind, and the first tensor to a peer, take longer."""
 
 _OF_COST = tuple(
-    tuple(kind for kind in OpKind if kind.row.cost is cost)
+    tuple(kind for kind in OpKind if kind.row.cost.whole is cost)
     for cost in (Cost.FORWARD, Cost.BACKWARD, Cost.LOSS)
 )
-_VISITS = tuple(
-    frozenset(kind for kind in OpKind if kind.row.is_last == is_last) for is_last in (True, False)
+_VISITS = (
+    frozenset(kinds_at(is_last=True)),
+    *(frozenset(kinds_at(is_last=False, is_split=is_split)) for is_split in (False, True)),
 )
 """Kinds of op that a visit is made of, of the last chunk of a path and of another."""
 

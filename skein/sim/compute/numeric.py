@@ -25,6 +25,7 @@ from skein.protocol.worker.ops import (
     BackwardOp,
     ComputeOp,
     ForwardOp,
+    InputOp,
     Joined,
     JoinOp,
     Loss,
@@ -36,6 +37,7 @@ from skein.protocol.worker.ops import (
     SketchOp,
     SumOp,
     TensorKey,
+    WeightOp,
     hop_key,
 )
 from skein.sim.compute.executor import SimExecutor, StageTimes
@@ -108,6 +110,10 @@ class NumericModel:
         return dy_BD + inner_BD @ theta.T, x_BD.T @ inner_BD
 
 
+_Gradients = list[tuple[str, F64]]
+"""By name of the parameter, in the order in which they are added."""
+
+
 class NumericExecutor(SimExecutor, ABC):
     """Computes what the cost model only counts; a subclass says what chunks begin with, and how they are updated."""
 
@@ -118,6 +124,8 @@ class NumericExecutor(SimExecutor, ABC):
         self._sums: dict[StageIndex, dict[str, F64]] = {}
         self._inputs: dict[tuple[MicrobatchId, StageIndex], F64] = {}
         """Inputs of forwards whose gradient has not come."""
+        self._pending: dict[tuple[MicrobatchId, StageIndex], _Gradients] = {}
+        """Gradients that input ops have put aside."""
         self._results: dict[tuple[GroupId, Attempt], F64] = {}
         self._names: dict[StageIndex, Mapping[GroupId, tuple[str, ...]]] = {}
         """Parameters that each stage contributes to its groups."""
@@ -186,7 +194,12 @@ class NumericExecutor(SimExecutor, ABC):
                 self._forward(op)
             case BackwardOp():
                 x_BD = self._inputs.pop((op.microbatch, op.chunk.stage))
-                self._backward(op, x_BD, self._operand(op))
+                self._add(op, self._backward(op, x_BD, self._operand(op)))
+            case InputOp():
+                place = op.microbatch, op.chunk.stage
+                self._pending[place] = self._backward(op, self._inputs.pop(place), self._operand(op))
+            case WeightOp():
+                self._add(op, self._pending.pop((op.microbatch, op.chunk.stage)))
             case PackOp():
                 self._pack_values(op)
             case SumOp():
@@ -222,18 +235,24 @@ class NumericExecutor(SimExecutor, ABC):
         x_BD = self._operand(op)
         error_BD = self._through(op.chunk.stage, x_BD)[-1] - self._sample(op)[1]
         if op.phase.trains:
-            self._backward(op, x_BD, error_BD)
+            self._add(op, self._backward(op, x_BD, error_BD))
         return Loss(loss_sum=0.5 * float(np.sum(error_BD**2)), num_tokens=1)
 
-    def _backward(self, op: ComputeOp, x_BD: F64, dy_BD: F64) -> None:
+    def _backward(self, op: ComputeOp, x_BD: F64, dy_BD: F64) -> _Gradients:
+        """Gradients of the chunk's parameters; that of its input is handed over."""
         stage = op.chunk.stage
-        inputs, sums = self._through(stage, x_BD), self._sums[stage]
+        inputs, gradients = self._through(stage, x_BD), _Gradients()
         for (layer, theta), before_BD in reversed(list(zip(self._layers(stage), inputs, strict=False))):
             dy_BD, gradient = self._model.backward(layer, theta, before_BD, dy_BD)
-            name = self._model.name(layer)
-            sums[name] = sums[name] + gradient
+            gradients.append((self._model.name(layer), gradient))
         if op.output is not None:
             self._give(hop_key(op.output), dy_BD)
+        return gradients
+
+    def _add(self, op: ComputeOp, gradients: _Gradients) -> None:
+        sums = self._sums[op.chunk.stage]
+        for name, gradient in gradients:
+            sums[name] = sums[name] + gradient
 
     # --- reductions ---
 
@@ -291,4 +310,5 @@ class NumericExecutor(SimExecutor, ABC):
         for stage in self.chunks:
             self._sums[stage] = {name: np.zeros((_D, _D)) for name in after[stage]}
         self._inputs.clear()
+        self._pending.clear()
         return outcome

@@ -519,6 +519,7 @@ class ChunkProgress(_message.Message):
     FORWARDS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     GRADIENTS_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     @_builtins.property
     def ledger(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -534,6 +535,10 @@ class ChunkProgress(_message.Message):
     def gradients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The boundary log has the gradient for the hop before."""
 
+    @_builtins.property
+    def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Weight gradients are put aside: the input op is done, the weight op is not."""
+
     def __init__(
         self,
         *,
@@ -542,10 +547,11 @@ class ChunkProgress(_message.Message):
         forwards: _abc.Iterable[_builtins.int] | None = ...,
         outputs: _abc.Iterable[_builtins.int] | None = ...,
         gradients: _abc.Iterable[_builtins.int] | None = ...,
+        pending: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwards", b"forwards", "gradients", b"gradients", "ledger", b"ledger", "outputs", b"outputs", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwards", b"forwards", "gradients", b"gradients", "ledger", b"ledger", "outputs", b"outputs", "pending", b"pending", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -553,28 +559,32 @@ Global___ChunkProgress: _TypeAlias = ChunkProgress  # noqa: Y015
 
 @_typing.final
 class ResumedChunk(_message.Message):
-    """What stays of a chunk's progress: its whole ledger or none of it, and some of its activations."""
+    """What stays of a chunk's progress: its whole ledger or none of it, some of its activations and of what is put aside."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGE_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
     FORWARDS_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     @_builtins.property
     def ledger(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def forwards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         stage: _builtins.int = ...,
         ledger: _abc.Iterable[_builtins.int] | None = ...,
         forwards: _abc.Iterable[_builtins.int] | None = ...,
+        pending: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwards", b"forwards", "ledger", b"ledger", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwards", b"forwards", "ledger", b"ledger", "pending", b"pending", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -162,6 +162,10 @@ class _OpKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OpKind.ValueTy
     """The last hop of a path: forward, loss and backward in one."""
     OP_KIND_BACKWARD: _OpKind.ValueType  # 3
     """The backward pass; adds to the stage's gradient."""
+    OP_KIND_INPUT: _OpKind.ValueType  # 4
+    """The gradient for the hop before; weight gradients are put aside."""
+    OP_KIND_WEIGHT: _OpKind.ValueType  # 5
+    """What was put aside; adds to the stage's gradient."""
 
 class OpKind(_OpKind, metaclass=_OpKindEnumTypeWrapper):
     """What a worker does with a microbatch at a stage."""
@@ -174,6 +178,10 @@ OP_KIND_LOSS: OpKind.ValueType  # 2
 """The last hop of a path: forward, loss and backward in one."""
 OP_KIND_BACKWARD: OpKind.ValueType  # 3
 """The backward pass; adds to the stage's gradient."""
+OP_KIND_INPUT: OpKind.ValueType  # 4
+"""The gradient for the hop before; weight gradients are put aside."""
+OP_KIND_WEIGHT: OpKind.ValueType  # 5
+"""What was put aside; adds to the stage's gradient."""
 Global___OpKind: _TypeAlias = OpKind  # noqa: Y015
 
 class _Layout:
@@ -285,16 +293,22 @@ class Path(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HOPS_FIELD_NUMBER: _builtins.int
+    SPLIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hops(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkRef]: ...
+    @_builtins.property
+    def split(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Hops whose backward is an input op and a weight op, ascending."""
+
     def __init__(
         self,
         *,
         hops: _abc.Iterable[Global___ChunkRef] | None = ...,
+        split: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hops", b"hops"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hops", b"hops", "split", b"split"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,13 +2,12 @@
 
 import random
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
 
 from skein.plan.changing.reroute import rerouted
 from skein.plan.changing.unfinished import Held, Need, Rest, rest_of
-from skein.plan.ops import Kept, OpKind
+from skein.plan.ops import Kept
 from skein.plan.order import PlacedOp, ops_of
 from skein.plan.plan import Plan
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
@@ -76,7 +75,7 @@ def test_what_is_left_can_be_carried_out_in_any_timing_and_completes_the_step(se
     *_, (halfway, _, plan, rest) = stops(seed)
     go_on(halfway, plan, rest)
     assert halfway.ledger().keys() == visits(plan)
-    assert not any(x.held for x in halfway.chunks.values())
+    assert not any(x.num_in_flight for x in halfway.chunks.values())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -88,18 +87,18 @@ def test_what_is_done_is_not_done_again_and_only_what_was_lost_or_given_up_is(se
         ledger, held = halfway.ledger(), halfway.held(after.paths)
         for placed in all_ops(after):
             contribution = placed.op.microbatch, placed.op.stage
-            is_there = contribution in ledger or (
-                placed.op.kind is OpKind.FORWARD and (*contribution, Kept.GRAPH) in rest.held
+            is_there = contribution in ledger or placed.op.kind.row.is_shown_by(
+                [kept for kept in Kept if (*contribution, kept) in rest.held]
             )
             assert (placed.op in left) is not is_there
             assert left.get(placed.op, placed.chunk) == placed.chunk
         assert rest.held <= held
-        full = {at.stage for at, x in halfway.chunks.items() if len(x.held) >= slots_of(before)[at]}
+        full = {at.stage for at, x in halfway.chunks.items() if x.num_in_flight >= slots_of(before)[at]}
         assert {stage for _, stage, _ in held - rest.held} <= full
         done_by = {placed.op: placed.chunk for placed in halfway.ran}
         for op in left.keys() & done_by.keys():
-            # Whoever did it is gone, or holds it no more: an activation made way for an older microbatch.
-            is_given_up = (op.microbatch, op.stage, Kept.GRAPH) in held - rest.held
+            # Whoever did it is gone, or holds it no more: it made way for an older microbatch.
+            is_given_up = any((op.microbatch, op.stage, kept) in held - rest.held for kept in Kept)
             assert done_by[op] not in halfway.chunks or is_given_up
 
 
@@ -111,7 +110,8 @@ def test_what_is_sent_again_is_what_something_left_takes_from_something_done(see
         expected = [
             Need(op=placed, made_by=made_by)
             for way in ways
-            for made_by, placed in pairwise(way)
+            for placed in way
+            for made_by in (way[number] for number in placed.at.inputs)
             if placed.op in left and made_by.op not in left
         ]
         assert sorted(rest.needs, key=repr) == sorted(expected, key=repr)

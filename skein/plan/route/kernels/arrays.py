@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from skein.plan.ops import COSTS, OpKind, PathOp
+from skein.plan.ops import COSTS, PathOp, kinds_at
 from skein.plan.route.problem import F64, I64, Problem, Routing
 
 U64 = npt.NDArray[np.uint64]
@@ -81,7 +81,7 @@ class State(NamedTuple):
 def fixed(problem: Problem) -> Fixed:
     """The arrays of `problem`."""
     square = (problem.num_workers, problem.num_workers)
-    last_s = problem.seconds_of(kind for kind in OpKind if kind.row.is_last)
+    last_s = problem.seconds_of(kinds_at(is_last=True))
     reduction, shape = problem.reduction, (problem.num_workers, problem.num_stages)
     # What a problem leaves out costs nothing: zeros instead of None, which would need loops of another type.
     return Fixed(

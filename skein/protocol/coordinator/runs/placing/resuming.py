@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from skein.plan.changing.reroute import rerouted, usable
 from skein.plan.changing.unfinished import Contribution, Need, Rest, rest_of
-from skein.plan.ops import Direction, path_ops
+from skein.plan.ops import Direction, Kept, path_ops
 from skein.plan.plan import Path, Plan
 from skein.protocol.coordinator.runs.placing.sources import holders_by_stage
 from skein.protocol.messages.directives import Origin, Resumption
@@ -81,7 +81,10 @@ def resume(
         (m, chunk.stage, kept)
         for chunk, done in progress.items()
         for kept, m in done.held
-        if hop_of.get((m, chunk.stage)) == chunk and (m, chunk.stage) not in ledger | dropped
+        if hop_of.get((m, chunk.stage)) == chunk
+        and (m, chunk.stage) not in ledger | dropped
+        # Gradients that were put aside go with the sum that they were to be added to.
+        and (kept is not Kept.PENDING or chunk in counted)
     )
     rest = rest_of(after.paths, slots, after.workers, ledger=ledger | dropped, held=held)
     if not all(_is_logged(need, progress) for need in rest.needs):
@@ -238,7 +241,7 @@ def _made_before(plan: Plan, ledger: frozenset[Contribution]) -> Iterator[set[Co
     for m, path in enumerate(plan.paths):
         made: set[Contribution] = set()
         ended: set[int] = set()
-        for op in reversed(path_ops(len(path.hops))):
+        for op in reversed(path_ops(len(path.hops), path.split)):
             at = (MicrobatchId(m), path.hops[op.hop].stage)
             is_sum = op.kind.row.is_accumulating
             if (is_sum and at in ledger) or not ended.isdisjoint(op.followers):

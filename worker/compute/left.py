@@ -1,0 +1,35 @@
+"""Tensors that ops of the step in progress have left at a worker for later ones."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Self
+
+from torch import Tensor
+
+from skein.protocol.messages.progress import ResumedChunk
+from skein.protocol.messages.tensors import Phase
+from skein.types import MicrobatchId, StageIndex
+from worker.model.pending import Pending
+
+_Place = tuple[MicrobatchId, StageIndex]
+
+
+@dataclass(slots=True)
+class Left:
+    """Input and output of forwards, gradients that were put aside, and labels of paths that end where they began."""
+
+    graphs: dict[_Place, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    pending: dict[_Place, deque[Pending]] = field(default_factory=dict)
+    labels: dict[tuple[Phase, MicrobatchId], Tensor] = field(default_factory=dict)
+
+    def staying(self, resumed: Iterable[ResumedChunk]) -> Self:
+        """Part of it that a step which goes on is told to keep; nothing where none does."""
+        chunks = tuple(resumed)
+        graphs = {(m, x.stage) for x in chunks for m in x.forwards}
+        pending = {(m, x.stage) for x in chunks for m in x.pending}
+        return type(self)(
+            graphs={place: self.graphs[place] for place in graphs & self.graphs.keys()},
+            pending={place: self.pending[place] for place in pending & self.pending.keys()},
+            labels={key: value for key, value in self.labels.items() if key[0].trains and chunks},
+        )
