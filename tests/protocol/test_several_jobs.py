@@ -8,10 +8,10 @@ from skein.protocol.coordinator.runs.gathering import GATHER_S
 from skein.protocol.coordinator.scheduling.scheduler import LATE_S, LOOK_S
 from skein.protocol.coordinator.scheduling.sharing import KEEP_S
 from skein.protocol.deadline import TimePassed
-from skein.protocol.log.records import GenerationOpened
+from skein.protocol.log.records import GenerationOpened, Quarantined
 from skein.protocol.messages.directives import Dismiss, NewGeneration, Save
 from skein.protocol.messages.reports import Trouble
-from skein.types import JobId, JobState
+from skein.types import JobId, JobState, Step, WorkerId
 from tests.support.desk import Desk
 from tests.support.plans import grid_plan
 from tests.support.reports import hello, profile
@@ -65,6 +65,19 @@ def test_a_crew_that_is_moved_is_free_of_the_first_job_before_the_second_begins(
     # What they held of the first job nobody looks for any more.
     holders = desk.machine.history.jobs[FIRST].may_hold
     assert {member.worker for member in holders} == {"w0a", "w1a"}
+
+
+def test_a_job_that_waits_is_begun_without_workers_in_its_quarantine() -> None:
+    desk = stepping()
+    desk.join("x")
+    desk.submit(SPEC, key="b")
+    x = WorkerId("x")
+    found = Quarantined(job=SECOND, worker=x, step=Step(1), reason="lied", wall_s=0.0)
+    desk.machine.history.apply(found)
+    desk.join("y")
+    assert crews(desk).get(SECOND, ()) == ()
+    desk.join("z")
+    assert crews(desk)[SECOND] == ("y", "z")
 
 
 def test_each_job_has_a_generation_of_its_own_and_a_loss_in_one_changes_nothing_of_the_other() -> None:

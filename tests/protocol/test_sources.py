@@ -9,7 +9,7 @@ from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.placing.sources import Sources, assignments, choose_sources
 from skein.protocol.log.history import JobHistory
-from skein.protocol.log.records import CheckpointCommitted
+from skein.protocol.log.records import CheckpointCommitted, Quarantined
 from skein.protocol.messages.directives import ChunkVersion, GroupResult, SourceKind
 from skein.protocol.messages.reports import Ack
 from skein.types import (
@@ -98,6 +98,19 @@ def test_a_donor_may_have_no_place_in_the_plan() -> None:
     plan = grid_plan(stages=1, replicas=1)
     found = sources({"leaving": [(stage_spec(0), 3)]}, version=3, plan=plan)
     assert found.by_chunk[chunk(0, "w0a")].peer == "leaving"
+
+
+def test_a_worker_in_quarantine_gives_only_what_nobody_else_has() -> None:
+    job = averaging(False)
+    job.quarantined[WorkerId("w0a")] = Quarantined(
+        job=JOB, worker=WorkerId("w0a"), step=Step(2), reason="lied", wall_s=0.0
+    )
+    held = {"w0a": [(stage_spec(0), 3)], "w0c": [(stage_spec(0), 3)]}
+    plan = grid_plan(stages=1, replicas=4)
+    found = sources(held, version=3, plan=plan, job=job)
+    assert [found.by_chunk[chunk(0, worker)].peer for worker in ("w0b", "w0d")] == ["w0c", "w0c"]
+    alone = sources({"w0a": held["w0a"]}, version=3, plan=plan, job=job)
+    assert alone.by_chunk[chunk(0, "w0b")].peer == "w0a"
 
 
 def test_what_nobody_holds_takes_everybody_to_the_checkpoint() -> None:

@@ -267,7 +267,7 @@ class Scheduler:
 
     def _may_use(self, job: JobId, spec: JobSpec) -> frozenset[WorkerId]:
         resources, run = spec.resources, self.runs.get(job)
-        excluded = () if run is None else run.excluded
+        excluded = self._out.history.jobs[job].quarantined if run is None else run.excluded
         return frozenset(
             worker
             for worker, entry in self._live.items()

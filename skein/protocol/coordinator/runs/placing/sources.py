@@ -49,7 +49,8 @@ def choose_sources(
 
     That is one of which every stage has a copy in somebody's memory, or the newest checkpoint, or what the seed draws.
     If that is older than `version`, lost stages are made of their neighbours instead, where the job allows it.
-    A chunk stays where it is; otherwise a peer gives it, donors taking turns; a checkpoint is read last.
+    A chunk stays where it is; otherwise a peer gives it, donors taking turns, one in quarantine only if nobody else has
+    it; a checkpoint is read last.
     """
     held: Mapping[StageSpec, Sequence[WorkerId]] = holders_by_stage(acks, version)
     unheld = tuple(stage for stage in plan.stages if stage not in held) if version > 0 else ()
@@ -67,7 +68,7 @@ def choose_sources(
     by_chunk: dict[ChunkRef, StateSource] = {}
 
     def donor_of(stage: StageSpec) -> WorkerId:
-        donor = min(held[stage], key=lambda worker: (num_given.get(worker, 0), worker))
+        donor = min(held[stage], key=lambda x: (x in job.quarantined, num_given.get(x, 0), x))
         num_given[donor] = num_given.get(donor, 0) + 1
         return donor
 
