@@ -285,11 +285,11 @@ def test_the_vigil_waits_for_what_the_plan_says_and_twice_as_long_each_time_it_w
     assert vigil.barks_at(None) == STALL_S
     assert vigil.barks_at(slow) == STALL_STEPS * STALL_S
     assert vigil.gives_up_at(None) == STUCK_STALLS * STALL_S
-    vigil.barked(StepPhase(), incidents, blame, now=90.0)
+    vigil.barked(StepPhase(), incidents, blame, owing=(), now=90.0)
     vigil.moved(now=100.0)
     assert vigil.barks_at(None) == 100.0 + 2 * STALL_S
     for _ in range(100):
-        vigil.barked(StepPhase(), incidents, blame, now=100.0)
+        vigil.barked(StepPhase(), incidents, blame, owing=(), now=100.0)
     assert vigil.barks_at(None) <= 100.0 + 2**10 * STALL_S
     vigil.committed(record(), plan_of(1.0), now=200.0)
     assert vigil.barks_at(None) == 200.0 + STALL_S

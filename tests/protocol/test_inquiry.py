@@ -51,23 +51,43 @@ def test_who_changes_nothing_is_cleared() -> None:
 
 
 def test_a_suspect_is_convicted_if_others_agree_without_it() -> None:
-    asides, verdict = course("b", {"": (FALSE,), "b": (TRUE,), "bc": (TRUE,)})
-    assert asides == ["", "b", "bc"]
+    asides, verdict = course("b", {"": (FALSE, FALSE), "b": (TRUE,), "bc": (TRUE,)})
+    assert asides == ["", "b", "bc", ""]
     assert isinstance(verdict, Convicted)
     assert verdict.worker == "b"
 
 
 def test_a_stand_in_that_lies_is_convicted_in_place_of_the_suspect() -> None:
-    asides, verdict = course("b", {"": (FALSE,), "b": (OTHER,), "bc": (TRUE, TRUE)})
-    assert asides == ["", "b", "bc", "bc"]
+    asides, verdict = course("b", {"": (FALSE,), "b": (OTHER, OTHER), "bc": (TRUE, TRUE)})
+    assert asides == ["", "b", "bc", "bc", "b"]
     assert isinstance(verdict, Convicted)
     assert verdict.worker == "c"
 
 
 def test_a_stand_in_is_convicted_too_where_the_first_result_was_right() -> None:
-    _, verdict = course("b", {"": (TRUE,), "b": (FALSE,), "bc": (TRUE, TRUE)})
+    _, verdict = course("b", {"": (TRUE,), "b": (FALSE, FALSE), "bc": (TRUE, TRUE)})
     assert isinstance(verdict, Convicted)
     assert verdict.worker == "c"
+
+
+@pytest.mark.parametrize(
+    "came",
+    [
+        {"": (FALSE, TRUE), "b": (TRUE,), "bc": (TRUE,)},
+        {"": (TRUE,), "b": (FALSE, TRUE), "bc": (TRUE, TRUE)},
+    ],
+)
+def test_nobody_is_convicted_of_what_came_out_otherwise_only_once(
+    came: Mapping[str, tuple[float, ...]],
+) -> None:
+    _, verdict = course("b", came)
+    assert isinstance(verdict, Undecided)
+
+
+def test_nobody_is_in_doubt_before_anything_came_out_otherwise() -> None:
+    inquiry = Inquiry([WorkerId("b")], seed=1, precision=Precision.FP64)
+    inquiry.came(StepOutcome(sketch=(TRUE,), loss=1.0, plan=plan_without()))
+    assert inquiry.failed().workers == ()
 
 
 def test_nobody_is_convicted_by_those_that_do_not_agree_with_themselves() -> None:
@@ -85,8 +105,8 @@ def test_where_nobody_else_can_compute_it_both_are_in_doubt() -> None:
 
 def test_what_is_not_finite_is_found_among_several_suspects() -> None:
     nan = float("nan")
-    asides, verdict = course("ab", {"": (nan,), "a": (nan,), "b": (TRUE,), "bc": (TRUE,)})
-    assert asides == ["", "a", "b", "bc"]
+    asides, verdict = course("ab", {"": (nan, nan), "a": (nan,), "b": (TRUE,), "bc": (TRUE,)})
+    assert asides == ["", "a", "b", "bc", ""]
     assert isinstance(verdict, Convicted)
     assert verdict.worker == "b"
 
@@ -95,7 +115,7 @@ def test_a_head_that_lies_about_its_loss_alone_is_convicted() -> None:
     inquiry = Inquiry([WorkerId("b")], seed=1, precision=Precision.FP64)
     verdicts = [
         inquiry.came(StepOutcome(sketch=(TRUE,), loss=loss, plan=plan_without(*aside)))
-        for aside, loss in (("", 0.5), ("b", 1.0), ("bc", 1.0))
+        for aside, loss in (("", 0.5), ("b", 1.0), ("bc", 1.0), ("", 0.5))
     ]
     assert isinstance(verdicts[-1], Convicted)
     assert verdicts[-1].worker == "b"
@@ -108,5 +128,5 @@ def test_a_head_that_lies_about_its_loss_alone_is_convicted() -> None:
 def test_honest_results_may_differ_by_rounding(precision: Precision, honest: float, wrong: float) -> None:
     near = {"": (TRUE,), "b": (TRUE + honest,), "bc": (TRUE,)}
     assert course("b", near, precision=precision)[1] == Cleared()
-    far = {"": (TRUE + 3 * wrong,), "b": (TRUE,), "bc": (TRUE,)}
+    far = {"": (TRUE + 3 * wrong,) * 2, "b": (TRUE,), "bc": (TRUE,)}
     assert isinstance(course("b", far, precision=precision)[1], Convicted)

@@ -511,3 +511,28 @@ def test_a_sketch_of_another_step_or_by_somebody_else_counts_for_nothing() -> No
         SketchHeard(worker=machine.holders(asked[1].group)[0], taken=taken(asked[0], 1.0)),
     ):
         assert machine.handle(heard, now=0.0) == []
+
+
+def test_who_was_outvoted_is_not_asked_for_a_sketch_and_most_sketches_count() -> None:
+    plan = grid_plan(stages=1, replicas=3, num_microbatches=3)
+    machine = round_of(plan, seed_of=lambda _votes: 7)
+    hear_ledgers(machine, plan)
+    hear_votes(machine, plan, digests=("other", "same", "same"))
+    [group] = plan.groups
+    assert machine.holders(group.group) == group.workers[1:]
+    assert machine.unsketched == group.workers[1:]
+
+
+def test_a_sketch_otherwise_than_most_is_outvoted() -> None:
+    plan = grid_plan(stages=1, replicas=3, num_microbatches=3)
+    machine = round_of(plan, seed_of=lambda _votes: 7)
+    hear_ledgers(machine, plan)
+    [asked] = [x for x in hear_votes(machine, plan) if isinstance(x, TakeSketch)]
+    commands: list[RoundCommand] = []
+    for worker, value in zip(machine.holders(asked.group), (9.0, 1.0, 1.0), strict=True):
+        assert commands == []
+        commands = machine.handle(SketchHeard(worker=worker, taken=taken(asked, value)), now=0.0)
+    [outvoted] = [x for x in commands if isinstance(x, Outvoted)]
+    assert outvoted.blamed == machine.holders(asked.group)[:1]
+    assert decided(commands[1:]).decision is Decision.APPLY
+    assert machine.sketch == (1.0,)

@@ -1,7 +1,7 @@
 """Workers that contribute wrongly, in simulated jobs with checks: found and quarantined, and nobody else is."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -77,6 +77,14 @@ def test_a_coordinator_that_starts_again_remembers_whom_it_has_convicted() -> No
     assert plan is not None
     assert "w0001" not in plan.plan.workers
     assert len(job.quarantined) == 1
+
+
+def test_a_worker_that_comes_back_has_its_place_again_amid_checks() -> None:
+    world = lying_world(shape_of(SHAPE), steps=12, seed=1)
+    world.clock.after(4.0, partial(world.restart_worker, WorkerId("w0001")))
+    plan = ended(world).plan
+    assert plan is not None
+    assert "w0001" in plan.plan.workers
 
 
 def run_until(world: World, is_so: Callable[[], bool]) -> None:

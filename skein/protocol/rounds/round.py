@@ -12,14 +12,13 @@ Rules of this file
 - All numbers of the decision come from what was reported; members compute with these, never with their own.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import assert_never
 
 from skein.config.rule import Reach
-from skein.numeric.sketch import Sketch, added, distance
+from skein.numeric.sketch import Sketch, added
 from skein.numeric.sums import exact_sum
 from skein.plan.agreeing.quorum import Eager, Quorum
 from skein.plan.agreeing.rounds import StepGroups, weighed
@@ -34,8 +33,8 @@ from skein.protocol.messages.directives import (
     TakeSketch,
 )
 from skein.protocol.messages.reports import SketchTaken, StageDone, Vote
-from skein.protocol.rounds.votes import SAME_NORM, ruling, votes_text
-from skein.protocol.rounds.weighing import Numbers, clip_of, weigh
+from skein.protocol.rounds.votes import largest_camp, ruling, votes_text
+from skein.protocol.rounds.weighing import Numbers, clip_of, tokens_by_microbatch, weigh
 from skein.types import Attempt, ChunkRef, Epoch, Generation, GroupId, Local, MicrobatchId, Step, WorkerId
 
 # --- events ---
@@ -176,6 +175,7 @@ class Round:
         self._attempts: dict[GroupId, Attempt] = {}
         self._votes: dict[GroupId, dict[WorkerId, Vote]] = {}
         self._results: dict[GroupId, Vote] = {}
+        self._agreeing: dict[GroupId, tuple[WorkerId, ...]] = {}
         self._numbers: Numbers | None = None
         self._seed_of = seed_of
         self._sketches: dict[GroupId, dict[WorkerId, Sketch]] = {}
@@ -304,6 +304,7 @@ class Round:
             )
             return [RoundFailed(reason=reason, blamed=group.workers, is_disputed=True)]
         self._results[vote.group] = found.result
+        self._agreeing[vote.group] = tuple(x for x in group.workers if x not in found.outvoted)
         if self._numbers is None:
             self._arrive(now=now)
         reason = f"outvoted on {vote.group} at step {vote.step}: {votes_text(group, votes)}"
@@ -340,35 +341,43 @@ class Round:
                 TakeSketch(step=self.terms.step, group=group, attempt=self._attempts[group], seed=seed)
                 for group in sorted(self._results, key=str)
             ]
-        return [] if self._lacks_sketches else [self._decide(self._numbers)]
+        return [] if self.unsketched else [self._decide(self._numbers)]
 
     # --- sketches, in a step that is checked ---
 
     @property
     def sketch(self) -> Sketch:
         """Sketch of the whole gradient, once all holders have told theirs; empty in a step that is not checked."""
-        return added(next(iter(taken.values())) for taken in self._sketches.values())
+        return added(told[largest_camp(told)[0]] for told in self._sketches.values())
 
     @property
-    def _lacks_sketches(self) -> bool:
-        return any(len(taken) < len(self._voters[group]) for group, taken in self._sketches.items())
+    def unsketched(self) -> tuple[WorkerId, ...]:
+        """Workers whose sketch is waited for."""
+        lacking = (set(self.holders(group)) - told.keys() for group, told in self._sketches.items())
+        return tuple(sorted(set[WorkerId]().union(*lacking)))
 
     def holders(self, group: GroupId) -> tuple[WorkerId, ...]:
-        """Workers that have a group's result."""
-        return self._groups[group].workers
+        """Workers that have a group's result: those that were outvoted have another."""
+        return self._agreeing[group]
 
     def _sketched(self, event: SketchHeard) -> list[RoundCommand]:
-        """A holder has sketched a result, which is the same at all: so are their sketches."""
+        """A holder has sketched a result, which is the same at all: so are their sketches, or most are believed."""
         taken, group = event.taken, event.taken.group
-        is_asked = group in self._sketches and event.worker in self._voters[group]
+        is_asked = group in self._sketches and event.worker in self.holders(group)
         if not is_asked or (taken.step, taken.attempt) != (self.terms.step, self._attempts.get(group)):
             return []
         told = self._sketches[group]
         told[event.worker] = taken.values
-        if any(distance(taken.values, other) > SAME_NORM for other in told.values()):
+        if len(told) < len(self.holders(group)):
+            return []
+        camp = largest_camp(told)
+        others = tuple(sorted(told.keys() - camp))
+        if len(camp) <= len(others):
             reason = f"holders of {group} have one result and sketch it otherwise"
             return [RoundFailed(reason=reason, blamed=tuple(sorted(told)), is_disputed=True)]
-        return self._end()
+        reason = f"sketched {group} otherwise than most at step {taken.step}"
+        outvoted = [Outvoted(reason=reason, blamed=others)] if others else []
+        return [*outvoted, *self._end()]
 
     def _incredible(self) -> list[RoundCommand]:
         """Blame the few heads that tell of a loss that is not finite, though every gradient that came of it is.
@@ -408,7 +417,7 @@ class Round:
     def _weigh(self) -> Numbers:
         """Token counts, norms and weights from the reports, once, in a fixed order."""
         done = [self._done[chunk] for chunk in sorted(self._done)]
-        tokens = _tokens_by_microbatch(done)
+        tokens = tokens_by_microbatch(done)
         reduced = [group.group for group in self._step_groups.reduced]
         votes = [self._results[group] for group in reduced if group in self._results]
         visitors = {v.group: self._num_tokens(self._sharing(self._groups[v.group]), tokens) for v in votes}
@@ -482,12 +491,3 @@ class Round:
     def _num_tokens(self, chunks: Collection[ChunkRef], tokens: Mapping[MicrobatchId, int]) -> int:
         """Valid tokens of the microbatches that visited these chunks."""
         return sum(tokens[m] for m in {m for chunk in chunks for m in self._expected[chunk]})
-
-
-def _tokens_by_microbatch(done: Iterable[StageDone]) -> Counter[MicrobatchId]:
-    """Valid tokens of each microbatch, from where its loss is."""
-    tokens: Counter[MicrobatchId] = Counter()
-    for report in done:
-        if report.tokens:
-            tokens.update(dict(zip(report.ledger.microbatches, report.tokens, strict=True)))
-    return tokens

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isclose, isfinite
 
+from skein.numeric.sketch import Sketch, distance
 from skein.plan.plan import Group
 from skein.protocol.messages.reports import Vote
 from skein.types import WorkerId
@@ -65,3 +66,9 @@ def votes_text(group: Group, votes: Mapping[WorkerId, Vote]) -> str:
         f"{'' if votes[worker].is_finite else ', not finite'}"
         for worker in group.workers
     )
+
+
+def largest_camp(told: Mapping[WorkerId, Sketch]) -> list[WorkerId]:
+    """The most workers whose sketches are the same as one's, sorted; of equally many those of the first."""
+    camps = ([x for x in sorted(told) if distance(told[x], told[one]) <= SAME_NORM] for one in sorted(told))
+    return max(camps, key=len)

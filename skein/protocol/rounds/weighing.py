@@ -7,14 +7,15 @@ Rules of this file
 - Before a compressed exchange the common norm is not known, for nobody has the sum: each chunk is clipped by its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 
 from skein.numeric.sums import exact_sum
 from skein.plan.agreeing.rounds import StepGroups
-from skein.protocol.messages.reports import Vote
-from skein.types import GroupId
+from skein.protocol.messages.reports import StageDone, Vote
+from skein.types import GroupId, MicrobatchId
 
 _TINY = 1e-6
 """Keeps a norm of zero from dividing."""
@@ -119,3 +120,12 @@ def _typical(norms: Sequence[float]) -> float:
 def clip_of(norm: float, clip_norm: float | None) -> float:
     """The factor that brings a norm down to `clip_norm`; 1 for a smaller one."""
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + _TINY))
+
+
+def tokens_by_microbatch(done: Iterable[StageDone]) -> Counter[MicrobatchId]:
+    """Valid tokens of each microbatch, from where its loss is."""
+    tokens: Counter[MicrobatchId] = Counter()
+    for report in done:
+        if report.tokens:
+            tokens.update(dict(zip(report.ledger.microbatches, report.tokens, strict=True)))
+    return tokens

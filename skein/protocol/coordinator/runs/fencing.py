@@ -79,8 +79,9 @@ class Fence:
                 parts.incidents.noticed(IncidentKind.WORKER_FAILED, [verdict.worker], reason, now=now)
             case Undecided():
                 reason = f"step {step}: {verdict.reason}"
-                parts.blame.judged(RoundFailed(reason=reason, blamed=verdict.workers, is_disputed=True))
-                parts.incidents.noticed(IncidentKind.WORKER_FAILED, verdict.workers, reason, now=now)
+                if verdict.workers:
+                    parts.blame.judged(RoundFailed(reason=reason, blamed=verdict.workers, is_disputed=True))
+                    parts.incidents.noticed(IncidentKind.WORKER_FAILED, verdict.workers, reason, now=now)
             case _:
                 assert_never(verdict)
         self.open(reason, now=now)

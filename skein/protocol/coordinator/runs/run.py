@@ -198,7 +198,8 @@ class Run:
         elif isinstance(self.phase, phases.StepPhase) and now >= parts.stepping.grace_ends_at():
             self._boundary.drive(TimePassed(), now=now)
         elif course.is_watched() and now >= parts.vigil.barks_at(self.plan):
-            reason = parts.vigil.barked(self.phase, parts.incidents, parts.blame, now=now)
+            owing = parts.stepping.owing
+            reason = parts.vigil.barked(self.phase, parts.incidents, parts.blame, owing=owing, now=now)
             self._fence.open(reason, now=now)
         else:
             self._save_on(now=now)

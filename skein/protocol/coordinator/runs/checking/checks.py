@@ -15,7 +15,7 @@ from math import isfinite, sqrt
 from statistics import median
 
 from skein.numeric.sketch import Sketch
-from skein.plan.changing.reroute import rerouted
+from skein.plan.changing.reroute import rerouted, ways
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.checking.inquiry import Again, Inquiry, StepOutcome, Verdict
 from skein.protocol.coordinator.runs.part import Adoption, RunPart
@@ -56,6 +56,11 @@ class Checks(RunPart):
             )
             self._end()
 
+    def fenced(self, *, now: float) -> None:
+        """A check without any result begins anew, for its seed was told: so no lie can be made that it does not see."""
+        if self._first is None:
+            self._inquiry = None
+
     def adopted(self, adoption: Adoption, *, now: float) -> None:
         """A plan is in place: the step begins anew by it, and may be resumed again."""
         self.anew = None
@@ -68,15 +73,25 @@ class Checks(RunPart):
 
     # --- the inquiry ---
 
-    def seed(self, votes: Sequence[Vote], plan: Plan) -> int | None:
-        """Seed of the sketches that the step's results are compared by; None: it is not checked."""
+    def seed(
+        self, votes: Sequence[Vote], plan: Plan, *, is_whole: bool, is_settled: bool = True
+    ) -> int | None:
+        """Seed of the sketches that the step's results are compared by; None: it is not checked.
+
+        What is not whole, for lost contributions were given up, can be compared with nothing. Where not all is settled,
+        for another plan is on its way, no suspect is drawn: the generation would void it, and who came had no place.
+        """
+        if not is_whole:
+            self._end()
         if self._inquiry is None and self._settled != self._job.version and self._job.spec.checks.fraction:
             chance = self._out.chance("check", self._job.job, self._job.version, self._job.generation)
             suspects = self._at_gate(votes, plan)
             if suspects:
                 chance.shuffle(suspects)
-            elif chance.random() < self._job.spec.checks.fraction and (
-                able := _replaceable(plan, plan.workers)
+            elif (
+                is_settled
+                and chance.random() < self._job.spec.checks.fraction
+                and (able := _replaceable(plan, plan.workers))
             ):
                 suspects = [able[int(chance.integers(len(able)))]]
             if suspects:
@@ -105,6 +120,9 @@ class Checks(RunPart):
         if self._inquiry is None:
             return None
         self._first = self._first or plan
+        if ways(plan) != ways(self._first):
+            # What was computed is another function: it says nothing of anybody.
+            return self._take(self._inquiry.failed())
         return self._take(self._inquiry.came(StepOutcome(sketch=sketch, loss=record.loss, plan=plan)))
 
     def failed(self) -> Verdict | None:

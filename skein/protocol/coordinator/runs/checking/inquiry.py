@@ -4,6 +4,7 @@ Rules of this file
 - A result that comes out otherwise without a suspect speaks against it, or against those that stood in for it. So the
   step is computed without all of them: if that agrees with those who stood in, the suspect was wrong.
 - Else they were, one of them at least, if the others come to the same once more: each has then to show it alone.
+- A worker is convicted of what comes out otherwise with it twice: once may be the fault of anybody who took part.
 - Nobody is convicted by one worker's word. Where nobody else can compute it, or others do not agree with themselves, it
   is undecided.
 - Results are compared by sketches, whose seed is told only once they are there, and by their losses.
@@ -53,7 +54,7 @@ class Convicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undecided:
-    """Verdict that somebody among these is wrong, and nobody can tell who."""
+    """Verdict that somebody among these is wrong, and nobody can tell who; of no workers: nothing was found out."""
 
     workers: tuple[WorkerId, ...]
     reason: str
@@ -81,7 +82,9 @@ class Inquiry:
             return verdict
 
     def failed(self) -> Undecided:
-        """The inquiry ends, for nobody else can compute the step."""
+        """The inquiry ends, for nobody else can compute the step as it was."""
+        if not self._in_doubt:
+            return Undecided(workers=(), reason="the check ends, for nobody else can compute the step")
         return self._undecided(self._in_doubt, "and nobody else can compute that")
 
     def _hear(self, suspects: tuple[WorkerId, ...]) -> Generator[Again, StepOutcome, Verdict]:
@@ -94,6 +97,9 @@ class Inquiry:
             both = self._in_doubt = (suspect, *stand_ins)
             third = yield _again(both, f"otherwise without {suspect}: computed again without {_and(both)}")
             if self._is_same(second, third):
+                once_more = yield _again([], f"otherwise with {suspect}: computed once more with it")
+                if self._is_same(second, once_more):
+                    return Undecided(workers=(), reason=f"it came out otherwise with {suspect} only once")
                 return Convicted(worker=suspect, reason=_CONVICTED)
             fourth = yield _again(both, f"otherwise without {_and(both)}: computed once more without them")
             if not self._is_same(third, fourth):
@@ -101,11 +107,9 @@ class Inquiry:
                 return self._undecided(others, "and does not come out the same twice")
             for one in stand_ins:
                 rest = [worker for worker in both if worker != one]
-                alone = second
-                if len(stand_ins) > 1:
-                    alone = yield _again(
-                        rest, f"computed again without {_and(rest)}, to see what {one} makes of it"
-                    )
+                alone = yield _again(
+                    rest, f"computed again without {_and(rest)}, to see what {one} makes of it"
+                )
                 if not self._is_same(third, alone):
                     return Convicted(worker=one, reason=_CONVICTED)
             return self._undecided(both, "though each of them computes the same as others alone")

@@ -73,6 +73,11 @@ class Placement(RunPart):
         """Forget the question to the planner: its answer is of no use any more."""
         self.awaited = None
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no other plan is chosen or asked for."""
+        return self.chosen is None and self.awaited is None
+
     def take_chosen(self, candidates: Iterable[Entry]) -> Plan | None:
         """The chosen plan, if there is one and it fits those members that are candidates."""
         chosen, self.chosen = self.chosen, None

@@ -25,6 +25,7 @@ from skein.protocol.rounds.round import (
     StepTerms,
     VoteHeard,
 )
+from skein.types import WorkerId
 
 
 class Stepping(RunPart):
@@ -51,6 +52,11 @@ class Stepping(RunPart):
         """Time at which late walkers are waited for no longer; infinite while none are."""
         ends_at = None if self.round is None else self.round.deadline()
         return inf if ends_at is None else ends_at
+
+    @property
+    def owing(self) -> tuple[WorkerId, ...]:
+        """Workers that were asked for a sketch and have not given it."""
+        return () if self.round is None else self.round.unsketched
 
     def over(self) -> None:
         """No step is in progress any more."""
@@ -91,6 +97,8 @@ class Stepping(RunPart):
             leaders=self._leading.leaders(plan, self._members.sites),
             tree=self._placement.tree,
         )
+        resumed = self._placement.resumed
+        is_whole = resumed is None or not resumed.dropped
         checkers = tuple(self._leading.checkers(group) for group in groups.exchanged)
         self.round = Round(
             terms,
@@ -101,7 +109,9 @@ class Stepping(RunPart):
             generation=self._job.generation,
             patience=self._patience(groups, now=now),
             overlapped=self._overlapping.ending(),
-            seed_of=lambda votes: self._checks.seed(votes, plan),
+            seed_of=lambda votes: self._checks.seed(
+                votes, plan, is_whole=is_whole, is_settled=self._placement.is_settled
+            ),
         )
         for vote in self._overlapping.results():
             # The step's own votes are still to come, so nothing can follow from these yet.

@@ -69,10 +69,15 @@ class Vigil(RunPart):
         self._num_barks = 0
         self._ops.committed()
 
-    def barked(self, phase: RunPhase, incidents: Incidents, blame: Blame, *, now: float) -> str:
-        """Note a stall and exclude workers that still build while others have; gives the reason to begin anew."""
+    def barked(
+        self, phase: RunPhase, incidents: Incidents, blame: Blame, *, owing: tuple[WorkerId, ...], now: float
+    ) -> str:
+        """Note a stall and exclude who is to blame; gives the reason to begin anew.
+
+        Those are workers that still build while others have, or that owe a sketch of what they have voted on.
+        """
         still_s = now - self._moved_at
-        late = self._members.late() if isinstance(phase, BuildPhase) else ()
+        late = self._members.late() if isinstance(phase, BuildPhase) else owing
         reason = phase.standstill(still_s)
         incidents.noticed(IncidentKind.STALLED, late, reason, silent_s=still_s, now=now)
         blame.exclude(late, reason)
