@@ -309,12 +309,9 @@ class JobSpec(Spec):
     def _check(self) -> "JobSpec":
         if self.skip.ratio:
             self._check_skip_ratio()
-<<<<<<< HEAD
         self._check_chunks()
-=======
         if self.plan.splits:
             self._check_split()
->>>>>>> eb792220 (plan, worker: carry out split backwards as input and weight op)
         if self.budget.hours is not None and self.aggregation.walkers.are_lines:
             hint = (
                 f"walkers of {self.aggregation.rule} meet in the last step, which must be known: leave it out"

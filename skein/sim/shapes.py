@@ -120,12 +120,8 @@ def _one(text: str) -> SimShape:
         stages, replicas = (int(number) for number in words.pop(0).split("x"))
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
         pattern: PatternName = "auto"
-<<<<<<< HEAD
-        rule, num_slow, chunks = "", 0, 1
+        rule, num_slow, chunks, is_split = "", 0, 1, False
         checked, priority, after_s = 0.0, 0, 0.0
-=======
-        rule, num_slow, checked, is_split, priority, after_s = "", 0, 0.0, False, 0, 0.0
->>>>>>> eb792220 (plan, worker: carry out split backwards as input and weight op)
         while words:
             match words.pop(0):
                 case "tied":
