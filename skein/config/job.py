@@ -365,7 +365,7 @@ class JobSpec(Spec):
                 f"method {method} searches among whole backwards: give whole, or set plan.method to balanced"
             )
             raise UserError("plan.backward", backward, hint)
-        if self.parallel.stages <= self.num_fixed_stages:
+        if self.parallel.num_stages <= self.num_fixed_stages:
             hint = (
                 f"no stage lies between: give whole, or {self.num_fixed_stages + 1} parallel.stages or more"
             )
