@@ -26,25 +26,19 @@ from skein.errors import LocalError
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import (
     Append,
-    CancelAsked,
+    Asked,
     CheckpointVerified,
     CoordinatorCommand,
     CoordinatorEvent,
-    DeleteAsked,
-    DrainAsked,
     Halt,
     Log,
     MakePlan,
-    MeasureAsked,
-    PauseAsked,
     PlanMade,
     PruneCheckpoints,
     ReportArrived,
     ReportRefused,
-    ResumeAsked,
     Send,
     StreamBroken,
-    SubmitAsked,
     VerifyCheckpoint,
     WriteManifest,
 )
@@ -74,16 +68,6 @@ class AppendLog(Protocol):
 
 
 AnswerPlan = Callable[[MakePlan], Awaitable[PlanMade]]
-Asked = (
-    SubmitAsked
-    | CancelAsked
-    | PauseAsked
-    | ResumeAsked
-    | DeleteAsked
-    | DrainAsked
-    | MeasureAsked
-    | CheckpointVerified
-)
 
 
 def wall_clock() -> Callable[[], float]:
@@ -111,7 +95,7 @@ class _Heard:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    event: Asked
+    event: Asked | CheckpointVerified
     done: asyncio.Future[tuple[Record, ...]]
 
 
@@ -194,7 +178,7 @@ class Driver:
         event = StreamBroken(worker=stream.worker, incarnation=stream.incarnation, reason=reason)
         await self._inbox.put(_Heard(stream, event))
 
-    async def ask(self, event: Asked) -> tuple[Record, ...]:
+    async def ask(self, event: Asked | CheckpointVerified) -> tuple[Record, ...]:
         """Have a client's wish handled; gives what it recorded, once that is durable and carried out.
 
         Raises:

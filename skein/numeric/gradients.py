@@ -101,7 +101,7 @@ def sketch(named: Mapping[str, Tensor], seed: int) -> tuple[float, ...]:
     """
     total = torch.zeros(SKETCH_LENGTH, dtype=torch.float64)
     for name in sorted(named):
-        key = rng.key(seed, name) >> 1
+        key = rng.key(seed, name) >> 2
         for start, piece in enumerate(torch.split(named[name].detach().reshape(-1), _PIECE)):
             signed = _signs(piece, key + start * _PIECE).mul_(piece)
             padded = torch.nn.functional.pad(signed, (0, -signed.numel() % SKETCH_LENGTH))

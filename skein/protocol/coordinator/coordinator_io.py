@@ -143,17 +143,14 @@ class CheckpointVerified:
     reason: str = ""
 
 
+Asked = SubmitAsked | CancelAsked | PauseAsked | ResumeAsked | DeleteAsked | DrainAsked | MeasureAsked
+"""Request of a client."""
+
 CoordinatorEvent = (
     ReportArrived
     | ReportRefused
     | StreamBroken
-    | SubmitAsked
-    | CancelAsked
-    | PauseAsked
-    | ResumeAsked
-    | DeleteAsked
-    | DrainAsked
-    | MeasureAsked
+    | Asked
     | PlanMade
     | ManifestWritten
     | CheckpointVerified

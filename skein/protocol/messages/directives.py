@@ -202,6 +202,8 @@ class CheckpointFile:
     tensors: tuple[str, ...]
 
 
+# --- directives: coordinator to worker ---
+
 _UNSENT = Epoch(0), Generation(0)
 
 
