@@ -40,12 +40,12 @@ def test_long_tensors_are_sketched_in_pieces_as_if_in_one() -> None:
 
 
 @pytest.mark.parametrize("share", [1e-3, 0.1, 2.0])
-def test_a_difference_shows_within_a_factor_of_two(share: float) -> None:
+def test_a_difference_shows_about_as_large_as_it_is(share: float) -> None:
     x, noise = drawn(20_000).double(), drawn(20_000, seed=1).double()
-    for seed in range(20):
-        found = distance(sketch({"x": x}, seed), sketch({"x": x + share * noise}, seed))
-        true = share / max(1.0, math.hypot(1.0, share))
-        assert true / 2 < found < 2 * true
+    true = share / max(1.0, math.hypot(1.0, share))
+    found = [distance(sketch({"x": x}, seed), sketch({"x": x + share * noise}, seed)) for seed in range(20)]
+    assert all(true / 3 < one < 3 * true for one in found)
+    assert true / 1.2 < sum(found) / len(found) < 1.2 * true
 
 
 def test_no_lie_that_is_made_for_one_seed_hides_under_another() -> None:
