@@ -103,7 +103,7 @@ def test_when_a_job_ends_its_workers_go_to_who_is_left() -> None:
 def test_a_worker_that_its_job_cannot_use_goes_to_another_although_somebody_was_lost_just_now() -> None:
     desk = stepping(PAIRS_SPEC, PAIRS)
     desk.join("z")
-    desk.break_stream("z")
+    desk.break_stream("w1b")
     desk.submit(SPEC, key="b")
     assert not any("is to go" in line for line in desk.lines())
     desk.report("w0b", Trouble(generation=desk.generation, is_fatal=False, reason="no data", is_unfit=True))

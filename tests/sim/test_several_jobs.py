@@ -43,6 +43,18 @@ def test_a_job_that_cannot_be_saved_goes_on_with_who_comes() -> None:
     judge(shape, disturbed(shape, seed=91003207, num_faults=8))
 
 
+def test_who_comes_and_goes_without_work_keeps_nobody_from_a_job_that_waits() -> None:
+    """Two processes of one name take it from each other, again and again."""
+    shape = shape_of("line 3x2 tied on 8 + line 2x2 + loop 2x1")
+    judge(shape, disturbed(shape, seed=92000669, num_faults=8))
+
+
+def test_a_job_that_waits_for_who_was_lost_lets_others_go_meanwhile() -> None:
+    """Going back would cost steps, so the job waits for those who hold its stages; others hold nothing of it."""
+    shape = shape_of("line 3x2 tied on 8 + line 2x2 + loop 2x1")
+    judge(shape, disturbed(shape, seed=92001425, num_faults=8))
+
+
 def _kill_one_of(world: World, job: JobId) -> None:
     assert world.coordinator is not None
     plan = world.coordinator.view.runs[job].plan

@@ -40,9 +40,12 @@ class RunCourse:
 
     def depends_on(self, worker: WorkerId) -> bool:
         """Whether the present phase would miss this worker."""
-        members = self._parts.members
-        is_placed = self.phase.waits_for_placed and worker in members.placed
-        return worker in members and (self.phase.waits_for_all or is_placed)
+        members, phase = self._parts.members, self.phase
+        if isinstance(phase, phases.FencePhase) and phase.held_back is not None:
+            # Everybody has acknowledged: what counts is what they hold, and the plan that may yet be taken.
+            return worker in members and (worker in phase.held_back.workers or members.has_state(worker))
+        is_placed = phase.waits_for_placed and worker in members.placed
+        return worker in members and (phase.waits_for_all or is_placed)
 
     def is_to_fence(self) -> bool:
         """Whether a generation is to be opened when enough workers are here, to go on or at least to save."""

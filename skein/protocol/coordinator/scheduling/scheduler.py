@@ -4,8 +4,8 @@ Rules of this file
 - A worker goes from one run to another at the end of a step, as one that is drained does: its run plans without it,
   lets it go, and only then it is anybody else's. So it holds nothing of the first when the second gets it.
 - A process that comes back goes back to the run that had it last.
-- After a loss, and after a start of the coordinator, nobody is moved for a while that its job can use: who is away may
-  come back.
+- After a loss that a job misses, and after a start of the coordinator, nobody is moved for a while that its job can
+  use: who is away may come back.
 - One job that takes whatever there is has everybody, as if there were no scheduler.
 """
 
@@ -27,7 +27,7 @@ from skein.protocol.messages.directives import Dismiss
 from skein.types import Incarnation, JobId, WorkerId
 
 SETTLE_S = 5.0
-"""Seconds after a loss, or a start of the coordinator, in which no worker is moved that its job can use."""
+"""Seconds after such a loss, or a start of the coordinator, in which no worker is moved that its job can use."""
 LATE_S = 5.0
 """Seconds that a job waits for workers of its gang that were called away for it, before it begins with fewer."""
 LOOK_S = 1.0
@@ -116,10 +116,13 @@ class Scheduler:
 
     def _lost(self, worker: WorkerId, *, now: float) -> Run | None:
         """A worker is gone; gives the run that it was with."""
-        if now >= self._settles_at:
-            self._settles_at = now + SETTLE_S
         job = self._crews.lose(worker)
-        return None if job is None else self.runs[job]
+        run = None if job is None else self.runs[job]
+        # Who stood by for a run is missed by nobody, however often it comes and goes.
+        is_missed = run is not None and (run.plan is None or worker in run.plan.workers)
+        if is_missed and now >= self._settles_at:
+            self._settles_at = now + SETTLE_S
+        return run
 
     # --- what should be ---
 

@@ -90,6 +90,11 @@ class Members:
         self.send(fence, *self._entries)
         return opened.generation
 
+    def has_state(self, worker: WorkerId) -> bool:
+        """Whether a member that has acknowledged holds chunks or copies of stages."""
+        ack = self.acks[worker]
+        return bool(ack.chunks or ack.backups)
+
     @property
     def is_fenced(self) -> bool:
         """Whether every member has acknowledged: nobody acts on anything older any more."""
