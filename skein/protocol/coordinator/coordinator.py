@@ -177,6 +177,7 @@ class Coordinator:
             measured=MappingProxyType(self.measured),
             runs=MappingProxyType(runs),
             waits=MappingProxyType(self._scheduler.waits),
+            kept_for=self._scheduler.kept_for,
             quotas=self._uses(),
         )
 

@@ -37,6 +37,8 @@ class CoordinatorView:
     runs: Mapping[JobId, RunView]
     waits: Mapping[JobId, str]
     """Jobs without workers, where several share them, each with what it waits for."""
+    kept_for: Mapping[WorkerId, JobId]
+    """Workers on which no job starts but the one named, which has waited for long."""
     quotas: QuotaUses
 
     def run_of(self, worker: WorkerId) -> RunView | None:

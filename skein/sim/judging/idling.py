@@ -1,4 +1,4 @@
-"""Judge of idle workers: none is without work for long while a job waits that it would help to begin."""
+"""Judge of idle workers: none is without work for long while a job waits that may begin on it."""
 
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Plan
@@ -32,16 +32,16 @@ class Idling:
             return
         self._looks_at = now + LOOK_S
         idle = _idle(coordinator)
-        waiting = {
-            job: (world.term, idle, now)
-            for job in coordinator.view.waits
-            if job not in coordinator.view.runs and _would_run(coordinator, job, idle)
-        }
-        for job, (term, here, _) in waiting.items():
-            before = self._since.get(job)
+        waiting: dict[JobId, tuple[int, frozenset[WorkerId], float]] = {}
+        for job in coordinator.view.waits.keys() - coordinator.view.runs.keys():
+            # Who is kept for a job that has waited for longer is idle on purpose.
+            here = frozenset(w for w in idle if coordinator.view.kept_for.get(w, job) == job)
+            if not _would_run(coordinator, job, here):
+                continue
+            before = self._since.get(job, (world.term, here, now))
             # As long as a gang is left of those that were idle then, it has been so all the time.
-            if before is not None and before[0] == term and _would_run(coordinator, job, here & before[1]):
-                waiting[job] = (term, here & before[1], before[2])
+            is_same = before[0] == world.term and _would_run(coordinator, job, here & before[1])
+            waiting[job] = (world.term, here & before[1], before[2]) if is_same else (world.term, here, now)
             idle_s = now - waiting[job][2]
             if idle_s > MOST_IDLE_S:
                 raise Violated(f"{sorted(waiting[job][1])} idle for {idle_s:.1f} s, and {job} waits")

@@ -41,11 +41,14 @@ class RunCourse:
     def depends_on(self, worker: WorkerId) -> bool:
         """Whether the present phase would miss this worker."""
         members, phase = self._parts.members, self.phase
+        if worker not in members:
+            return False
+        # Once everybody has acknowledged, who holds nothing counts no more, unless it is to be given something.
         if isinstance(phase, phases.FencePhase) and phase.held_back is not None:
-            # Everybody has acknowledged: what counts is what they hold, and the plan that may yet be taken.
-            return worker in members and (worker in phase.held_back.workers or members.has_state(worker))
-        is_placed = phase.waits_for_placed and worker in members.placed
-        return worker in members and (phase.waits_for_all or is_placed)
+            return worker in phase.held_back.workers or members.has_state(worker)
+        if phase.waits_for_state and members.has_state(worker):
+            return True
+        return phase.waits_for_all or (phase.waits_for_placed and worker in members.placed)
 
     def is_to_fence(self) -> bool:
         """Whether a generation is to be opened when enough workers are here, to go on or at least to save."""

@@ -17,8 +17,8 @@ class _Phase:
     """Properties that every phase has.
 
     A run that `may_go_on` goes on with its plan after a failure: it was computed with, and nobody wants another.
-    `is_computing`: ops of the plan run. `waits_for_all`: every member is waited for, with or without a place in the
-    plan; `waits_for_placed`: those with a place are.
+    `is_computing`: ops of the plan run. `waits_for_all`: every member is waited for; `waits_for_placed`: those with a
+    place in the plan are; `waits_for_state`: those that hold any of the model's state are, from whom others may fetch.
     """
 
     may_go_on: bool = False
@@ -28,6 +28,7 @@ class _Phase:
     is_computing: ClassVar[bool] = False
     waits_for_all: ClassVar[bool] = False
     waits_for_placed: ClassVar[bool] = False
+    waits_for_state: ClassVar[bool] = False
 
     def standstill(self, seconds: float) -> str:
         """Reason that is given when nothing has moved in this phase for so long."""
@@ -64,7 +65,8 @@ class BuildPhase(_Phase):
 
     name = "building"
     state = JobState.PLANNING
-    waits_for_all = True
+    waits_for_placed = True
+    waits_for_state = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,8 @@ class Scheduler:
         self.runs: dict[JobId, Run] = {}
         self.waits: dict[JobId, str] = {}
         """Jobs that wait for workers, each with what it waits for."""
+        self.kept_for: Mapping[WorkerId, JobId] = {}
+        """Workers on which no job starts but the one named, which has waited for long."""
         self._live = live
         self._out = outbox
         self._begin = begin
@@ -133,6 +135,7 @@ class Scheduler:
         self._had_choice = self._has_choice()
         if not self._had_choice:
             self.waits.clear()
+            self.kept_for = {}
             self._have_all(now=now)
             return
         while self._is_changed or now >= self._looks_at:
@@ -142,6 +145,7 @@ class Scheduler:
             self._without_since = {
                 x: self._without_since.get(x, now) for x in shares.without & self.runs.keys()
             }
+            self.kept_for = shares.kept_for
             self._put(shares, now=now)
             self._forget_ended()
         self._release(now=now)
