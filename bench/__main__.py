@@ -13,6 +13,7 @@ NAMES = (
     "recovery",
     "relay",
     "scale",
+    "schedules",
     "split",
     "wire",
 )

@@ -68,10 +68,6 @@ def gantt_svg(problem: Problem, routing: Routing, timeline: Timeline, names: Seq
     return "\n".join(parts) + "\n"
 
 
-_KINDS = tuple(kind for kind in OpKind if not kind.row.is_split)
-"""Kinds of ops where backwards are whole: a search knows no others."""
-
-
 class _Sheet:
     """Positions of everything on the page."""
 
@@ -79,6 +75,7 @@ class _Sheet:
         self._problem, self._routing, self._timeline = problem, routing, timeline
         self._names = [_shortened(name) for name in names]
         self._ops = placed_ops(problem, routing, timeline)
+        self._kinds = tuple(kind for kind in OpKind if kind in {op.kind for op in problem.ops})
         self._row_height = _TALL if problem.num_chunks <= _MANY_WORKERS else _FLAT
         longest = max((len(name) for name in self._names), default=0)
         self._left = _MARGIN + 56 + longest * _PIXELS_PER_SIGN
@@ -104,7 +101,7 @@ class _Sheet:
         _, dark = _colours(0)
         parts, x = [], float(_MARGIN)
         for mark, words in (
-            *((_mark(kind, 0), kind.value) for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.LOSS)),
+            *((_mark(kind, 0), kind.value.replace("_", " and ")) for kind in self._kinds),
             ('class="r"', "aggregation"),
         ):
             parts.append(f'<rect x="{_number(x)}" y="34" width="18" height="11" {mark}/>')
@@ -167,7 +164,7 @@ class _Sheet:
         return (
             f"<g><title>microbatch {number}: stages {stages}, back after {end_s:.4g} s</title>"
             f'<path class="x" stroke="{dark}" d="{self._ways(ops)}"/>'
-            + "".join(f'<path {_mark(kind, number)} d="{self._boxes(ops, kind)}"/>' for kind in _KINDS)
+            + "".join(f'<path {_mark(kind, number)} d="{self._boxes(ops, kind)}"/>' for kind in self._kinds)
             + "</g>"
         )
 
@@ -217,7 +214,7 @@ class _Sheet:
 
 
 def _is_dark(kind: OpKind) -> bool:
-    return kind.row.cost is Cost.BACKWARD
+    return kind.row.cost.whole is Cost.BACKWARD
 
 
 def _mark(kind: OpKind, number: int) -> str:

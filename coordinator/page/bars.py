@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from skein.plan.clock.walked import Bar, Pace, Walk
+from skein.plan.ops import WEIGHT_SHARE
 from skein.plan.place import Pool
 from skein.plan.plan import ChunkTime, Plan, TransferTime
 from skein.topology.links import LinkMatrices
@@ -47,7 +48,9 @@ def _told_pace(
     forward_s, backward_s = np.zeros((2, len(workers), len(plan.stages)))
     for op in ops:
         place = at[op.chunk.worker], op.chunk.stage
-        forward_s[place], backward_s[place] = op.forward_s + op.loss_s, op.backward_s
+        # Of a loss that is split, such a backward as its weight op is that share of.
+        backward_s[place] = op.backward_s / WEIGHT_SHARE if op.loss_s else op.backward_s
+        forward_s[place] = op.total_s - backward_s[place]
     waits_s, bytes_per_s = np.zeros((len(workers),) * 2), np.full((len(workers),) * 2, np.inf)
     for way in ways:
         pair = way.sender, way.receiver

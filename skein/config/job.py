@@ -152,20 +152,31 @@ class BatchSpec(Spec):
         return self.samples // self.microbatch_samples
 
 
+AUTO_CHUNKS = (1, 2, 4)
+"""Numbers of chunks that `auto` chooses among."""
+
+
 class ParallelSpec(Spec):
     """Stages that the model is cut into, replicas that hold it, and the layout of paths."""
 
     stages: Annotated[int, Field(ge=1, le=512)] = 2
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
     layout: Layout = Layout.LINE
-    chunks: Annotated[int, Field(ge=1, le=8)] = 1
+    chunks: Annotated[int, Field(ge=1, le=8)] | Literal["auto"] = 1
     """Chunks of each worker: the model is cut into so many times `stages`, for as many workers. Raise this if workers
-    idle while a step begins and ends, and links between them are fast: more tensors travel."""
+    idle while a step begins and ends, and links between them are fast: more tensors travel. `auto`: 1, 2 or 4,
+    whatever a first plan is shortest with."""
 
     @property
     def num_stages(self) -> int:
-        """Stages that the model is cut into, without the head of `LOOP`."""
-        return self.stages * self.chunks
+        """Stages that the model is cut into at least, without the head of `LOOP`; plans may have more under `auto`."""
+        return self.stages * (1 if self.chunks == "auto" else self.chunks)
+
+    def may_have(self, num_stages: int) -> bool:
+        """Whether a plan may have so many stages, without the head of `LOOP`."""
+        if self.chunks == "auto":
+            return num_stages in [self.stages * chunks for chunks in AUTO_CHUNKS]
+        return num_stages == self.num_stages
 
     @property
     def is_cut(self) -> bool:
@@ -263,15 +274,15 @@ class PlanSpec(Spec):
     """Seconds that a search may take. Raise it for fleets of hundreds of workers."""
     replan_if_off_by: Annotated[float, Field(gt=0, le=1_000_000)] = 0.15
     """Plan anew when measured times are off by this share of the planned; a million: never. Raise it if speeds vary."""
-    backward: Literal["whole", "split"] = "whole"
-    """`split`: weight gradients wait until nothing else is to do, where a stage allows it; with method `balanced` only.
+    backward: Literal["auto", "whole", "split"] = "whole"
+    """`split`: weight gradients wait until nothing else is to do; `auto`: if a first plan is shorter with that.
 
     Try it where workers idle in a step: what waits takes their time then, and no more memory than activations do.
     """
 
     @property
     def splits(self) -> bool:
-        """Whether backwards are split where they can be."""
+        """Whether backwards are split."""
         return self.backward == "split"
 
 
@@ -331,6 +342,8 @@ class JobSpec(Spec):
 
     def _check_chunks(self) -> None:
         chunks = self.parallel.chunks
+        if chunks == "auto":
+            return
         if chunks > 1 and self.skip.ratio:
             hint = f"with skip.ratio {self.skip.ratio:g} microbatches leave out stages, not parts of them: give 1"
             raise UserError("parallel.chunks", chunks, hint)
@@ -356,19 +369,9 @@ class JobSpec(Spec):
             raise UserError("skip.ratio", ratio, hint)
 
     def _check_split(self) -> None:
-        backward, method = self.plan.backward, self.plan.method
+        backward = self.plan.backward
         if not self.model.has_split_backward:
             hint = f"models of family {self.model.family} have whole backwards only: give whole"
-            raise UserError("plan.backward", backward, hint)
-        if method != "balanced":
-            hint = (
-                f"method {method} searches among whole backwards: give whole, or set plan.method to balanced"
-            )
-            raise UserError("plan.backward", backward, hint)
-        if self.parallel.num_stages <= self.num_fixed_stages:
-            hint = (
-                f"no stage lies between: give whole, or {self.num_fixed_stages + 1} parallel.stages or more"
-            )
             raise UserError("plan.backward", backward, hint)
 
     @property

@@ -92,6 +92,7 @@ class DecoderModel(AnyModel):
             forward_flops=0,
             activation_bytes=sequence_tokens * LABEL_BYTES,
             output_bytes=hidden_bytes,
+            pending_bytes=sequence_tokens * LABEL_BYTES + hidden_bytes,
         )
         scores_flops = 2 * sequence_tokens * sequence_tokens * shape.attention_width
         middle = (
@@ -116,6 +117,8 @@ class DecoderModel(AnyModel):
             forward_flops=2 * sequence_tokens * shape.hidden_size * shape.vocab_size,
             activation_bytes=sequence_tokens * (norm_bytes + shape.vocab_size * word + LABEL_BYTES),
             output_bytes=0,
+            pending_bytes=sequence_tokens * (shape.hidden_size + shape.vocab_size) * precision.product_bytes,
+            num_early_gradients=shape.hidden_size,
         )
         return (embedding, *middle, head)
 

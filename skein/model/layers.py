@@ -153,19 +153,11 @@ def stage_cost(layers: Sequence[LayerSpec], stage: StageSpec) -> StageCost:
     )
 
 
-def splits_backward(model: AnyModel, stage: StageSpec) -> bool:
-    """Whether a backward of `stage` may be an input op and a weight op.
-
-    The first stage has no input gradient, and the loss is forward and backward in one: both stay whole.
-    """
-    return model.has_split_backward and stage.first > 0 and stage.stop < len(model.layer_parameters())
-
-
 def pending_bytes(
     model: AnyModel, stage: StageSpec, *, num_samples: int, sequence_tokens: int, precision: Precision
 ) -> int:
     """Bytes that `stage` puts aside of a microbatch, from input op to weight op; 0 where backward is whole."""
-    if not splits_backward(model, stage):
+    if not model.has_split_backward:
         return 0
     held = layers_of(model, sequence_tokens=sequence_tokens, precision=precision)[stage.first : stage.stop]
     return sum(num_samples * x.pending_bytes + x.num_early_gradients * precision.word_bytes for x in held)

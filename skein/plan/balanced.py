@@ -10,6 +10,7 @@ Rules of this file
   changed gives the same plan.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
 from skein.plan.changing.clauses import About, Clause, Clauses
+from skein.plan.changing.leeway import is_settled, settled, settlings
 from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import too_few, violations
 from skein.plan.clock.listed import timed_schedules
@@ -58,7 +60,7 @@ def make_balanced_plan(
     job: JobSpec,
     fleet: Fleet,
     previous: Plan | None,
-    seed: int,  # noqa: ARG001 - every planner takes one; this one draws nothing
+    seed: int,
 ) -> Plan | Infeasible:
     """The balanced plan of `job` on `fleet`. Equal inputs give an equal plan.
 
@@ -74,6 +76,9 @@ def make_balanced_plan(
     """
     if not fleet.workers:
         return Infeasible(reason="no worker is alive")
+    if not is_settled(job):
+        plans = [make_balanced_plan(x, fleet, previous, seed) for x in settlings(job, previous)]
+        return min(plans, key=lambda x: x.predicted_step_s if isinstance(x, Plan) else math.inf)
     most, jump = job.skip.max_jump, _widest_jump(job)
     if most is not None and jump > most:
         return Infeasible(
@@ -102,6 +107,7 @@ def balanced_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     """Predicted seconds of a step of `plan` on `fleet`, by this planner; None if it cannot run there."""
     if violations(plan, job, fleet):
         return None
+    job = settled(job, plan)
     setting = Setting(job=job, fleet=fleet, pool=pool_of(job, fleet))
     at_work = working(plan, set(setting.pool.workers))
     chunks = tuple(placed.chunk for placed in at_work.chunks)
@@ -296,11 +302,16 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
         for worker in workers
     )
     step = traffic(paths, loads, pool)
-    wanted = depths(step)
-    slots = _slots(chunks, loads, wanted, pool)
     groups = setting.groups(stages, chunks)
-    schedules = setting.schedules(stages, paths, slots)
-    predicted_s = setting.predicted_s(stages, paths, schedules, slots, groups)
+    # What is put aside takes slots longer than a warm-up counts on.
+    depths_wanted = [depths(step), dict(step.visits)] if setting.job.plan.splits else [depths(step)]
+    listed = []
+    for wanted in depths_wanted:
+        slots = _slots(chunks, loads, wanted, pool)
+        schedules = setting.schedules(stages, paths, slots)
+        predicted_s = setting.predicted_s(stages, paths, schedules, slots, groups)
+        listed.append((predicted_s, schedules, slots, wanted))
+    predicted_s, schedules, slots, wanted = min(listed, key=lambda x: x[0])
     plan = Plan(
         layout=layout,
         stages=stages,

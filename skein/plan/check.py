@@ -7,6 +7,7 @@ from skein.config.job import JobSpec
 from skein.model.reduced import reduced_by_group
 from skein.plan.agreeing.exchange import Direct, Ring, Tree, is_tree
 from skein.plan.agreeing.walkers import walkers_of
+from skein.plan.changing.leeway import settled
 from skein.plan.load import split_stages, stage_loads
 from skein.plan.ops import Kept
 from skein.plan.order import left_undone, ops_of
@@ -18,6 +19,7 @@ from skein.units import format_bytes
 
 def violations(plan: Plan, job: JobSpec, fleet: Fleet) -> tuple[str, ...]:
     """Violations of `plan` for `job` on `fleet`, a sentence each; empty for a plan that may be adopted."""
+    job = settled(job, plan)
     cut = tuple(_cut(plan, job))
     if cut:
         return cut

@@ -123,7 +123,7 @@ def check_job(job: JobSpec) -> None:
     parallel = job.parallel
     check_num_stages(len(job.layers), parallel.stages, parallel.layout)
     most = (len(job.layers) - parallel.layout.num_head_stages) // parallel.stages
-    if parallel.chunks > most:
+    if parallel.chunks != "auto" and parallel.chunks > most:
         hint = f"{parallel.num_stages} stages are more than the model has layers to cut: give at most {most}"
         raise UserError("parallel.chunks", parallel.chunks, hint)
     most = job.batch.num_microbatches

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from skein.config.job import JobSpec
-from skein.model.layers import LayerSpec, pending_bytes, splits_backward, stage_cost
+from skein.model.layers import LayerSpec, pending_bytes, stage_cost
 from skein.topology.links import F64
 from skein.types import StageIndex, StageSpec
 
@@ -54,10 +54,9 @@ def stage_loads(job: JobSpec, stages: Sequence[StageSpec]) -> tuple[StageLoad, .
 
 
 def split_stages(job: JobSpec, stages: Sequence[StageSpec]) -> frozenset[StageIndex]:
-    """Stages whose backwards the job wants split, of those where they can be."""
-    if not job.plan.splits:
-        return frozenset()
-    return frozenset(stage.index for stage in stages if splits_backward(job.model, stage))
+    """Stages whose backwards are split: all but the head stage of `LOOP`, if any."""
+    num_split = job.parallel.num_stages * job.plan.splits
+    return frozenset(stage.index for stage in stages if stage.index < num_split)
 
 
 def span_bytes(job: JobSpec, num_stages: int) -> F64:

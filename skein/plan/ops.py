@@ -56,7 +56,7 @@ WEIGHT_SHARE = 1 / 3
 class Cost(StrEnum):
     """Kind of seconds that an op takes, of those known of a chunk: LOSS is both passes, unless measured by itself.
 
-    INPUT and WEIGHT are a BACKWARD between them.
+    INPUT and WEIGHT are a BACKWARD between them, LOSS_INPUT and WEIGHT a LOSS.
     """
 
     FORWARD = "forward"
@@ -64,22 +64,32 @@ class Cost(StrEnum):
     BACKWARD = "backward"
     INPUT = "input"
     WEIGHT = "weight"
+    LOSS_INPUT = "loss_input"
 
     @property
     def whole(self) -> "Cost":
         """The kind of seconds that these are a part of, or are."""
-        return Cost.BACKWARD if self in (Cost.INPUT, Cost.WEIGHT) else self
+        return _WHOLE.get(self, self)
 
     def seconds(self, forward_s: _Seconds, backward_s: _Seconds, loss_s: _Seconds | None = None) -> _Seconds:
         """The op's seconds; a loss that was not measured is its chunk's forward and backward."""
-        if self is Cost.LOSS:
-            return forward_s + backward_s if loss_s is None else loss_s
-        if self is Cost.FORWARD:
-            return forward_s
-        return backward_s * _SHARES.get(self, 1.0)
+        both_s = forward_s + backward_s if loss_s is None else loss_s
+        match self:
+            case Cost.FORWARD:
+                return forward_s
+            case Cost.LOSS:
+                return both_s
+            case Cost.LOSS_INPUT:
+                return both_s - backward_s * WEIGHT_SHARE
+            case Cost.INPUT:
+                return backward_s * (1 - WEIGHT_SHARE)
+            case Cost.WEIGHT:
+                return backward_s * WEIGHT_SHARE
+            case Cost.BACKWARD:
+                return backward_s
 
 
-_SHARES = {Cost.INPUT: 1 - WEIGHT_SHARE, Cost.WEIGHT: WEIGHT_SHARE}
+_WHOLE = {Cost.INPUT: Cost.BACKWARD, Cost.WEIGHT: Cost.BACKWARD, Cost.LOSS_INPUT: Cost.LOSS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +98,8 @@ class OpRow:
 
     Args:
         letter: in plan files and pictures.
-        is_last: it is done at the last hop of a path; others at hops before that.
+        is_last: it is done at the last hop of a path (True), or at hops before that (False); None: at any.
+        scores: it makes the microbatch's loss.
         is_split: it is done where a backward is split (True), or where it is whole (False); None: at both.
         takes: the boundary tensor that it waits for, if any; where its path begins there is none.
         gives: the boundary tensor that it makes, for which the neighbouring hop waits.
@@ -101,7 +112,8 @@ class OpRow:
     """
 
     letter: str
-    is_last: bool = False
+    is_last: bool | None = False
+    scores: bool = False
     is_split: bool | None = None
     takes: Direction | None = None
     gives: Direction | None = None
@@ -136,6 +148,7 @@ class OpKind(StrEnum):
     """Kind of work on a microbatch: LOSS is the last hop of a path, forward and backward in one.
 
     INPUT and WEIGHT are a split backward: the gradient for the hop before, then all weight gradients at once.
+    LOSS_INPUT and WEIGHT are the same of a LOSS.
     """
 
     row: OpRow
@@ -157,6 +170,8 @@ class OpKind(StrEnum):
         OpRow(
             letter="L",
             is_last=True,
+            scores=True,
+            is_split=False,
             takes=Direction.FORWARD,
             gives=Direction.BACKWARD,
             is_accumulating=True,
@@ -195,6 +210,7 @@ class OpKind(StrEnum):
         "weight",
         OpRow(
             letter="W",
+            is_last=None,
             is_split=True,
             uses=Kept.PENDING,
             slots=-1,
@@ -202,6 +218,21 @@ class OpKind(StrEnum):
             cost=Cost.WEIGHT,
             # Nobody waits for it but the step's end, and whoever needs its slot.
             urgency=3,
+        ),
+    )
+    LOSS_INPUT = (
+        "loss_input",
+        OpRow(
+            letter="J",
+            is_last=True,
+            scores=True,
+            is_split=True,
+            takes=Direction.FORWARD,
+            gives=Direction.BACKWARD,
+            leaves=Kept.PENDING,
+            slots=1,
+            cost=Cost.LOSS_INPUT,
+            urgency=1,
         ),
     )
 
@@ -240,8 +271,8 @@ _Place = tuple[OpKind, int]
 
 @cache
 def kinds_at(*, is_last: bool, is_split: bool = False) -> tuple[OpKind, ...]:
-    """The kinds that are done at a path's last hop, or at one before whose backward is split or whole."""
-    return tuple(x for x in OpKind if x.row.is_last == is_last and x.row.is_split in (None, is_split))
+    """The kinds that are done at a path's last hop, or at one before, where the backward is split or whole."""
+    return tuple(x for x in OpKind if x.row.is_last in (None, is_last) and x.row.is_split in (None, is_split))
 
 
 @cache
@@ -250,7 +281,7 @@ def path_ops(num_hops: int, split: tuple[int, ...] = ()) -> tuple[PathOp, ...]:
 
     Args:
         num_hops: the last of them has the loss.
-        split: hops before the last whose backward is an input op and a weight op.
+        split: hops whose backward is an input op and a weight op.
 
     >>> [f"{op.kind.row.letter}{op.hop}" for op in path_ops(3)]
     ['F0', 'F1', 'L2', 'B1', 'B0']

@@ -61,7 +61,10 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTime:
-    """Seconds of a chunk's ops for one microbatch: a loss where paths end, else forward and backward; 0: no such op."""
+    """Seconds of a chunk's ops for one microbatch: a loss where paths end, else forward and backward; 0: no such op.
+
+    Where a loss is split, `backward_s` is its weight op.
+    """
 
     chunk: ChunkRef
     forward_s: float

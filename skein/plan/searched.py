@@ -15,6 +15,7 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.plan.balanced import and_more, make_balanced_plan, pool_of
 from skein.plan.changing.clauses import Clause, Clauses
+from skein.plan.changing.leeway import settled, settlings
 from skein.plan.changing.moving import Held
 from skein.plan.changing.recut import recut, widths
 from skein.plan.changing.silent import slower_s, with_silent, working
@@ -66,7 +67,8 @@ def make_searched_plan(
     """The best plan found for `job` on `fleet` within `job.plan.budget_s`; equal inputs give an equal plan.
 
     Args:
-        job: what to train; `job.plan.method` says how to plan.
+        job: what to train; `job.plan.method` says how to plan. What it leaves open is settled by what a search would
+            begin with: the whole budget goes to the shortest.
         fleet: who may be given work.
         previous: the plan so far, if any: its cut stays, and its chunks stay where they are if they can. A job without
             one is also cut by the speeds of who would hold what.
@@ -74,14 +76,40 @@ def make_searched_plan(
         may_go_on: asked between two annealings; False ends the search with what it has.
         steps_left: over which the cost of moving what `previous` placed is spread; None: moving costs nothing.
     """
-    plan = make_balanced_plan(job, fleet, previous, seed)
     # The search lets microbatches go through any holder; walkers keep to their own.
     is_final = job.plan.method == "balanced" or job.plan.budget_s == 0 or job.aggregation.walkers.are_lines
-    if isinstance(plan, Infeasible) or is_final:
-        return plan
+    if is_final:
+        return make_balanced_plan(job, fleet, previous, seed)
     held = None if previous is None else Held(plan=previous, steps_left=steps_left)
-    hunt = _Hunt(job=job, fleet=fleet, pool=pool_of(job, fleet), seed=seed, may_go_on=may_go_on, held=held)
-    return hunt.begun(plan) if previous is None else hunt.followed(plan, previous)
+    hunts: list[tuple[_Hunt, Plan]] = []
+    for spec in settlings(job, previous):
+        plan = make_balanced_plan(spec, fleet, previous, seed)
+        if isinstance(plan, Infeasible):
+            lacking = plan
+            continue
+        pool = pool_of(spec, fleet)
+        hunts.append(
+            (_Hunt(job=spec, fleet=fleet, pool=pool, seed=seed, may_go_on=may_go_on, held=held), plan)
+        )
+    if not hunts:
+        return lacking
+    (hunt, plan), *others = _shortest_first(hunts)
+    found = hunt.begun(plan) if previous is None else hunt.followed(plan, previous)
+    return replace(found, reason=found.reason.then(_settled_so(hunt, others))) if others else found
+
+
+def _shortest_first(hunts: "list[tuple[_Hunt, Plan]]") -> "list[tuple[_Hunt, Plan]]":
+    """Searches with what each begins with, the shortest first."""
+    if len(hunts) == 1:
+        return hunts
+    begun = [(hunt, hunt.improved(plan, 0.0)) for hunt, plan in hunts]
+    return sorted(begun, key=lambda x: x[1].predicted_step_s)
+
+
+def _settled_so(hunt: "_Hunt", others: "list[tuple[_Hunt, Plan]]") -> Clause:
+    """Clause about what the job left open, and what would have come next."""
+    lost = "; ".join(f"{x.manner} {plan.predicted_step_s:.3g} s" for x, plan in others[:_NUM_LOST])
+    return Clause(f"{hunt.manner} rather than {lost} before the search")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +123,23 @@ class _Hunt:
     may_go_on: Callable[[], bool]
     held: Held | None
 
+    @property
+    def manner(self) -> str:
+        """Manner in which the job's model is cut and its gradients are made, in words."""
+        chunks = self.job.parallel.num_stages // self.job.parallel.stages
+        return f"{counted(chunks, 'chunk')} and {self.job.plan.backward} backwards"
+
     def begun(self, balanced: Plan) -> Plan:
         """A plan from nothing, with equal stages or with those that suit who holds them."""
         budget_s = self.job.plan.budget_s
         if recut(self.job, self.fleet, balanced) is None:
-            return self._improved(balanced, budget_s)
+            return self.improved(balanced, budget_s)
         # Half of the budget for each cut: which is better shows only once both are searched.
-        even = self._improved(balanced, budget_s / 2)
+        even = self.improved(balanced, budget_s / 2)
         uneven = recut(self.job, self.fleet, even)
         if uneven is None:
             return even
-        uneven = self._improved(uneven, budget_s / 2)
+        uneven = self.improved(uneven, budget_s / 2)
         if uneven.predicted_step_s >= even.predicted_step_s or violations(uneven, self.job, self.fleet):
             return even
         better = f"{uneven.predicted_step_s / even.predicted_step_s:.0%} of the step with equal stages"
@@ -124,7 +158,7 @@ class _Hunt:
         # The previous one is improved if it could run on and has a chunk for every worker that is of use.
         has_fewer = len(working(previous, alive).chunks) < len(working(balanced, alive).chunks)
         base = balanced if has_fewer or violations(previous, self.job, self.fleet) else previous
-        return self._improved(base, self.job.plan.budget_s)
+        return self.improved(base, self.job.plan.budget_s)
 
     def _follower(self, balanced: Plan, previous: Plan) -> Plan | None:
         """The plan that goes on from what is held; None if that cannot stay as it is."""
@@ -147,7 +181,7 @@ class _Hunt:
         plan = replace(plan, reason=plan.reason.then(*followed.why))
         return self._timed(self._joined(plan, previous, followed.posed), followed.posed)
 
-    def _improved(self, plan: Plan, budget_s: float) -> Plan:
+    def improved(self, plan: Plan, budget_s: float) -> Plan:
         """`plan` with placement, paths and order from a search; itself if its problem cannot be posed."""
         held, loads = self.held, stage_loads(self.job, plan.stages)
         move_s = None if held is None else held.move_s(plan.stages, loads, self.pool)
@@ -207,6 +241,7 @@ def searched_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
     """Predicted seconds of a step of `plan` on `fleet`, by the measure of searches; None if it cannot run there."""
     if violations(plan, job, fleet):
         return None
+    job = settled(job, plan)
     pool = pool_of(job, fleet)
     posed = pose(job, fleet, plan, pool)
     routing = routing_of(plan, posed)
@@ -245,7 +280,7 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: _S
     return replace(
         base,
         chunks=tuple(ChunkPlan(chunk=chunk, slots=slots.get(chunk, 1)) for chunk in chunks),
-        paths=tuple(_path(refs, base, row) for row in routing.path),
+        paths=tuple(_path(refs, base, row, problem.split) for row in routing.path),
         evaluation_paths=tuple(dict.fromkeys(full)),
         schedules=_schedules(problem, base, routing, refs),
         alternates=tuple(alternates_of(chunks, pool)),
@@ -275,11 +310,11 @@ def _refs(posed: Posed, worker_of: I64) -> list[ChunkRef]:
     ]
 
 
-def _path(refs: Sequence[ChunkRef], base: Plan, row: I64) -> Path:
+def _path(refs: Sequence[ChunkRef], base: Plan, row: I64, split: tuple[int, ...]) -> Path:
     hops = [refs[chunk] for chunk in row]
     if base.layout.comes_back:
         hops[-1] = ChunkRef(stage=base.stages[-1].index, worker=hops[0].worker)
-    return Path(hops=tuple(hops))
+    return Path(hops=tuple(hops), split=split)
 
 
 def _schedules(
@@ -297,8 +332,9 @@ def _schedules(
 
 
 def _slots(problem: Problem, routing: Routing, refs: Sequence[ChunkRef]) -> dict[ChunkRef, int]:
-    """Slots of each chunk: as many as fit, but no more than ever visit it."""
-    visits = np.bincount(routing.path[:, : problem.num_hops].ravel(), minlength=problem.num_chunks)
+    """Slots of each chunk: as many as fit, but no more than ever take one there."""
+    num_hops = max(problem.num_hops, len(problem.split))
+    visits = np.bincount(routing.path[:, :num_hops].ravel(), minlength=problem.num_chunks)
     fitting = problem.slots[routing.worker_of, problem.stage_of]
     return {ref: max(1, int(slots)) for ref, slots in zip(refs, np.minimum(visits, fitting), strict=True)}
 

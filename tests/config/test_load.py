@@ -129,11 +129,7 @@ WRONG_VALUES = {
     "skip.max_jump=0": "skip.max_jump: 0: give a whole number from 1 to 512, or null",
     "plan.method=best": "plan.method: 'best': give search, balanced or full",
     "plan.budget_s=601": "plan.budget_s: 601: give a number from 0 to 600",
-    "plan.backward=half": "plan.backward: 'half': give whole or split",
-    "plan.backward=split": "plan.backward: 'split': method search searches among whole backwards: "
-    "give whole, or set plan.method to balanced",
-    "plan={backward: split, method: balanced}": "plan.backward: 'split': no stage lies between: "
-    "give whole, or 3 parallel.stages or more",
+    "plan.backward=half": "plan.backward: 'half': give auto, whole or split",
     "plan.replan_if_off_by=0": "plan.replan_if_off_by: 0: give a number above 0 and at most 1000000",
     "name=3": f"name: 3: {NAME}",
     "name=My Job": f"name: 'My Job': {NAME}",

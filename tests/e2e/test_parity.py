@@ -124,11 +124,18 @@ def test_a_cut_trains_like_one_torch_process(
 def test_split_backwards_train_like_one_torch_process(eight: Cluster, text: Path, layout: Layout) -> None:
     parallel = ParallelSpec(stages=4, replicas=1, layout=layout)
     job = cut_job(text, Precision.FP64, parallel, is_tied=True)
-    split = job.model_copy(update={"plan": PlanSpec(method="balanced", backward="split")})
-    found = train(eight, split)
-    check(found, run_reference(job, NUM_STEPS), TOLERANCES[Precision.FP64])
     whole = job.model_copy(update={"plan": PlanSpec(method="balanced")})
+    split = job.model_copy(update={"plan": PlanSpec(method="balanced", backward="split")})
+    searched = job.model_copy(
+        update={
+            "plan": PlanSpec(backward="split", budget_s=0.2),
+            "parallel": parallel.model_copy(update={"stages": 2, "chunks": 2}),
+        }
+    )
+    found, reference = train(eight, split), run_reference(job, NUM_STEPS)
+    check(found, reference, TOLERANCES[Precision.FP64])
     assert found == train(eight, whole), "whole and split backwards differ"
+    check(train(eight, searched), reference, TOLERANCES[Precision.FP64])
 
 
 @pytest.mark.long

@@ -58,13 +58,22 @@ def test_a_split_backward_hands_its_gradient_back_before_it_adds_anything() -> N
         )
 
 
+def test_a_split_loss_takes_a_slot_until_its_weight_gradients_are_added() -> None:
+    ops = path_ops(2, split=(0, 1))
+    assert [named(op) for op in ops] == ["F0", "J1", "I0", "W1", "W0"]
+    assert [op.kind.row.slots for op in ops if op.hop == 1] == [1, -1]
+    assert [named(op) for op in path_ops(1, split=(0,))] == ["J0", "W0"]
+
+
 def test_a_split_backward_costs_what_a_whole_one_does() -> None:
-    costs = [x.row.cost for x in kinds_at(is_last=False, is_split=True)]
-    assert sum(cost.seconds(2.0, 6.0) for cost in costs) == pytest.approx(8.0)
-    assert {cost.whole for cost in costs} == {x.row.cost for x in kinds_at(is_last=False)}
+    for is_last in (False, True):
+        costs = [x.row.cost for x in kinds_at(is_last=is_last, is_split=True)]
+        assert sum(cost.seconds(2.0, 6.0) for cost in costs) == pytest.approx(8.0)
+    inner = [x.row.cost for x in kinds_at(is_last=False, is_split=True)]
+    assert {cost.whole for cost in inner} == {x.row.cost for x in kinds_at(is_last=False)}
 
 
 def test_what_is_held_shows_what_was_done() -> None:
     shown = {kept: {x for x in OpKind if x.row.is_shown_by([kept])} for kept in Kept}
     assert shown[Kept.GRAPH] == {OpKind.FORWARD}
-    assert shown[Kept.PENDING] == {OpKind.FORWARD, OpKind.INPUT}
+    assert shown[Kept.PENDING] == {OpKind.FORWARD, OpKind.INPUT, OpKind.LOSS_INPUT}

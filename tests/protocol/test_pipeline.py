@@ -298,7 +298,14 @@ def test_queue_depths_are_told_by_kind() -> None:
     machine.arrive(forward(2, 2, way))
     machine.arrive(backward(3, 1, way))
     machine.arrive(forward(7, 1, way, phase=Phase.EVALUATE))
-    assert machine.queue_depths == {"forward": 2, "loss": 1, "backward": 1, "input": 0, "weight": 0}
+    assert machine.queue_depths == {
+        "forward": 2,
+        "loss": 1,
+        "backward": 1,
+        "input": 0,
+        "weight": 0,
+        "loss_input": 0,
+    }
 
 
 # --- whole plans ---

@@ -43,7 +43,7 @@ def microbatches(*ids: int) -> tuple[MicrobatchId, ...]:
 
 def schedule(worker: str, words: str) -> Schedule:
     """A schedule from `F0.2 L1.2 B0.2`: kind, stage and microbatch of each op."""
-    kinds = {kind.name[0]: kind for kind in OpKind}
+    kinds = {kind.row.letter: kind for kind in OpKind}
     ops = []
     for word in words.split():
         stage, microbatch = (int(x) for x in word[1:].split("."))
@@ -55,7 +55,7 @@ def schedule(worker: str, words: str) -> Schedule:
 
 def words_of(ops: Iterable[PlannedOp]) -> str:
     """The reverse of `schedule`."""
-    return " ".join(f"{op.kind.name[0]}{op.stage}.{op.microbatch}" for op in ops)
+    return " ".join(f"{op.kind.row.letter}{op.stage}.{op.microbatch}" for op in ops)
 
 
 def grid_plan(

@@ -20,6 +20,7 @@ from skein.protocol.worker.ops import (
     HopKey,
     InputOp,
     JoinOp,
+    LossInputOp,
     LossOp,
     Op,
     SumOp,
@@ -65,7 +66,7 @@ def check_operands(
         case JoinOp() if op.results:
             mine = next(chunks[m.stage] for m in op.group.members if m.stage in chunks)
             _check_exchanged(op.results, operands, op, mine, exchanges)
-        case ForwardOp() | LossOp() if op.hop > 0:
+        case ForwardOp() | LossOp() | LossInputOp() if op.hop > 0:
             _check_input(op, operands)
         case BackwardOp() | InputOp():
             _check_gradient(op, operands, graphs)
@@ -116,7 +117,7 @@ def _check_exchanged(
             )
 
 
-def _check_input(op: ForwardOp | LossOp, operands: Mapping[TensorKey, Payload]) -> None:
+def _check_input(op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> None:
     bundle = _sent(operands.get(HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop)))
     if bundle is None:
         return

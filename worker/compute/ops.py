@@ -41,6 +41,7 @@ from skein.protocol.worker.ops import (
     Joined,
     JoinOp,
     Loss,
+    LossInputOp,
     LossOp,
     Op,
     OpOutcome,
@@ -51,6 +52,7 @@ from skein.protocol.worker.ops import (
     SnapshotOp,
     SumOp,
     TensorKey,
+    VisitOp,
     WeightOp,
 )
 from skein.types import (
@@ -202,7 +204,7 @@ class Compute:
         match op:
             case ForwardOp():
                 return self._forward(op, operands)
-            case LossOp():
+            case LossOp() | LossInputOp():
                 return self._loss(op, operands)
             case BackwardOp():
                 return self._backward(op, operands)
@@ -257,7 +259,7 @@ class Compute:
         left = op.path.hops[-1:] if self._held.job.parallel.layout.comes_back else op.path.hops[op.hop :]
         return all(self._is_mine(hop) for hop in left)
 
-    def _loss(self, op: LossOp, operands: Mapping[TensorKey, Payload]) -> Done:
+    def _loss(self, op: LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> Done:
         x, labels = self._input(op, operands)
         if labels is None:
             labels = self._left.labels.pop((op.phase, op.microbatch), None)
@@ -272,7 +274,10 @@ class Compute:
             claimed = claim_of(self._chunk(op.chunk)) if op.phase.scores_walkers else ""
             return Done(outcome=Loss(loss_sum=total.item(), num_tokens=num_valid, digest=claimed))
         total, num_valid = module.loss(x.requires_grad_(op.hop > 0), labels)
-        total.backward()  # type: ignore[no-untyped-call]
+        if isinstance(op, LossInputOp):
+            self._left.pending[op.microbatch, op.chunk.stage] = module.put_aside(total)
+        else:
+            total.backward()  # type: ignore[no-untyped-call]
         outcome = Loss(loss_sum=total.item(), num_tokens=num_valid)
         return Done(outcome=outcome, outputs=self._handed_back(op, x.grad))
 
@@ -285,15 +290,15 @@ class Compute:
         place = op.microbatch, op.chunk.stage
         x, y = self._left.graphs.pop(place)
         module = self._chunk(op.chunk).module
-        grad, self._left.pending[place] = module.input_gradient(x, y, self._gradient(op, operands))
-        return Done(outputs=self._handed_back(op, grad))
+        self._left.pending[place] = module.put_aside(y, self._gradient(op, operands))
+        return Done(outputs=self._handed_back(op, x.grad))
 
     def _gradient(self, op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload]) -> Tensor:
         key = HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop)
         return unpack(operands[key], self.device)[GRADIENT]
 
     def _input(
-        self, op: ForwardOp | LossOp, operands: Mapping[TensorKey, Payload]
+        self, op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]
     ) -> tuple[Tensor, Tensor | None]:
         """The op's input, and the labels if they came with it."""
         if op.hop == 0:
@@ -303,7 +308,7 @@ class Compute:
         )
         return tensors[HIDDEN], tensors.get(LABELS)
 
-    def _first_input(self, op: ForwardOp | LossOp) -> tuple[Tensor, Tensor]:
+    def _first_input(self, op: ForwardOp | LossOp | LossInputOp) -> tuple[Tensor, Tensor]:
         """Samples and labels of a path that begins here."""
         batches = self._held.batches
         if batches is None:
@@ -311,7 +316,7 @@ class Compute:
         batch = batches.batch(op.phase, op.step, op.microbatch)
         return self._moved(torch.from_numpy(batch.inputs)), self._moved(torch.from_numpy(batch.labels))
 
-    def _handed_back(self, op: LossOp | BackwardOp | InputOp, grad: Tensor | None) -> Outputs:
+    def _handed_back(self, op: VisitOp, grad: Tensor | None) -> Outputs:
         """dy of the hop before, ready to be handed over; the first hop has none."""
         if op.hop == 0:
             return {}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skein.model.layers import AnyModel, splits_backward
+from skein.model.layers import AnyModel
 from skein.rng import key
 from skein.types import Precision, StageSpec
 from worker.model.pending import Pending, Tray
@@ -86,20 +86,20 @@ class Stage(nn.Module, ABC):
         )
         return total, num_valid
 
-    def input_gradient(self, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, deque[Pending]]:
-        """Gradient of `x`, and those of all parameters put aside: `add_up` adds them, once.
+    def put_aside(self, y: Tensor, grad: Tensor | None = None) -> deque[Pending]:
+        """Go back through the stage, and put the gradients of all parameters aside: `add_up` adds them, once.
 
-        Only of stages that `splits_backward` names; no parameter's gradient changes.
+        The stage's input has its gradient then, where one is wanted; no parameter's changes. Only where the model
+        `has_split_backward`.
 
         Args:
-            x: what `forward` was given, with a gradient wanted.
-            y: what it gave; its graph is used up.
-            grad: gradient of `y`.
+            y: what `forward` or `loss` gave; its graph is used up.
+            grad: gradient of `y`; none of a loss.
         """
-        assert splits_backward(self.spec, self.stage), "backward is whole here"
+        assert self.spec.has_split_backward, "backward is whole here"
         with self.tray.opened() as pending:
-            (grad_x,) = torch.autograd.grad(y, [x], grad)
-        return grad_x, pending
+            torch.autograd.backward(y, grad)
+        return pending
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

@@ -5,13 +5,22 @@ B batch, T tokens, D hidden features, H heads, F features of a head.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.shape import DecoderShape
 from skein.types import Precision, StageSpec
 from worker.model.base import Stage, empty_parameter, parameter_dtype, product_dtype
-from worker.model.ops import attend, biased, linear, rms_norm, rotary_tables, rotate, swiglu, takes_groups
+from worker.model.ops import (
+    attend,
+    biased,
+    embedding,
+    linear,
+    rms_norm,
+    rotary_tables,
+    rotate,
+    swiglu,
+    takes_groups,
+)
 from worker.model.pending import Tray
 
 
@@ -48,12 +57,13 @@ class Norm(nn.Module):
 class Embedding(nn.Module):
     """Embedding with one row per token. Where the head is tied to it in another stage, only the matrix is used."""
 
-    def __init__(self, shape: DecoderShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: DecoderShape, dtype: torch.dtype, tray: Tray) -> None:
         super().__init__()
+        self.tray = tray
         self.weight = empty_parameter(shape.vocab_size, shape.hidden_size, dtype=dtype)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        return functional.embedding(tokens_BT, self.weight)
+        return embedding(tokens_BT, self.weight, self.tray)
 
 
 class Attention(nn.Module):
@@ -138,7 +148,7 @@ class DecoderStage(Stage):
         self.model = Decoder()
         self.lm_head: Linear | None = None
         if self.embeds or (self.has_head and shape.tie_word_embeddings):
-            self.model.embed_tokens = Embedding(shape, dtype)
+            self.model.embed_tokens = Embedding(shape, dtype, self.tray)
         for layer in range(max(stage.first, 1), min(stage.stop, num_layers - 1)):
             self.model.layers[str(layer - 1)] = Block(shape, precision, self.tray)
         if self.has_head:

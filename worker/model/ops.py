@@ -75,6 +75,21 @@ class _Linear(Function):
         return grad @ weight.to(grad.dtype), grad_weight, None
 
 
+class _Embedding(Function):
+    """Keeps the tokens; rows of the matrix that no token takes have a gradient of 0."""
+
+    @staticmethod
+    def forward(ctx: _Saved, weight: Tensor, tokens: Tensor, tray: Tray) -> Tensor:
+        ctx.save_for_backward(weight, tokens)
+        ctx.tray = tray
+        return functional.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        weight, tokens = ctx.saved_tensors
+        return ctx.tray.gradient(weight, _rows_added, grad, tokens), None, None
+
+
 class _Biased(Function):
     """Adds a bias in the dtype of what it is added to."""
 
@@ -98,6 +113,11 @@ def _product(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
     return (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.dtype)
 
 
+def _rows_added(weight: Tensor, grad: Tensor, tokens: Tensor) -> Tensor:
+    made: Tensor = torch.ops.aten.embedding_dense_backward(grad, tokens, weight.shape[0], -1, False)
+    return made
+
+
 def _rows_summed(bias: Tensor, grad: Tensor) -> Tensor:
     return grad.sum(tuple(range(grad.dim() - 1))).to(bias.dtype)
 
@@ -106,6 +126,7 @@ def _rows_summed(bias: Tensor, grad: Tensor) -> Tensor:
 _rms_norm: Callable[[Tensor, Tensor, float, torch.dtype, Tray], Tensor] = _RmsNorm.apply
 _swiglu: Callable[[Tensor, Tensor], Tensor] = _Swiglu.apply
 _linear: Callable[[Tensor, Tensor, Tray], Tensor] = _Linear.apply
+_embedding: Callable[[Tensor, Tensor, Tray], Tensor] = _Embedding.apply
 _biased: Callable[[Tensor, Tensor, Tray], Tensor] = _Biased.apply
 
 
@@ -125,6 +146,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, tray: Tray) -> Tensor:
     """`x @ weight.T` in the dtype of `x`; the weight's gradient comes in the weight's own dtype."""
     return _linear(x, weight, tray)
+
+
+def embedding(tokens: Tensor, weight: Tensor, tray: Tray) -> Tensor:
+    """Row of `weight` for each token."""
+    return _embedding(weight, tokens, tray)
 
 
 def biased(x: Tensor, bias: Tensor, tray: Tray) -> Tensor:

@@ -7,7 +7,7 @@ Rules of this file
 - A gradient is made and then added, as autograd does it: the sums of both ways are equal bit for bit.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,11 +54,22 @@ class Tray:
 
 @torch.no_grad()
 def add_up(pending: deque[Pending]) -> None:
-    """Adds every gradient to its parameter's `grad`, and lets go of what each was made of."""
+    """Adds every gradient to its parameter's `grad`, and lets go of what each was made of.
+
+    Those of a parameter that is used twice are added to each other first.
+    """
+    left = Counter(id(one.parameter) for one in pending)
+    sums: dict[int, Tensor] = {}
     while pending:
         one = pending.popleft()
+        place = id(one.parameter)
         made = one.make(one.parameter, *one.operands)
-        if one.parameter.grad is None:
+        if place in sums:
+            made = sums.pop(place) + made
+        left[place] -= 1
+        if left[place]:
+            sums[place] = made
+        elif one.parameter.grad is None:
             one.parameter.grad = made
         else:
             one.parameter.grad += made

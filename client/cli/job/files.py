@@ -22,7 +22,7 @@ def outline(job: JobSpec) -> str:
     """A job in one line: what will be trained, how, and the name of its content; in another what aggregation costs."""
     parallel, batch = job.parallel, job.batch
     cost = f"\n{estimate_of_job(job).words}" if parallel.replicas > 1 else ""
-    chunks = f" in {parallel.chunks} chunks each" if parallel.chunks > 1 else ""
+    chunks = f" in {parallel.chunks} chunks each" if parallel.chunks != 1 else ""
     end = end_of_documents(job.data)
     ends = "" if end is None else f", documents end with {end}"
     return (

@@ -11,6 +11,7 @@ import numpy as np
 from skein.config.aggregation import AggregationSpec
 from skein.plan.agreeing.exchange import Pattern, exchange_s, pattern_called
 from skein.plan.load import StageLoad
+from skein.plan.ops import Cost
 from skein.plan.place import Pool
 from skein.plan.plan import ChunkTime, Group, Path, Plan, TransferTime
 from skein.topology.fleet import Fleet, StageTime
@@ -246,6 +247,8 @@ def with_times(plan: Plan, loads: Sequence[StageLoad], pool: Pool, forward_s: F6
     """
     position = {worker: i for i, worker in enumerate(pool.workers)}
     last = len(plan.stages) - 1
+    is_split = any(len(path.hops) - 1 in path.split for path in plan.paths)
+    loss, after = (Cost.LOSS_INPUT, Cost.WEIGHT) if is_split else (Cost.LOSS, None)
     times = []
     for placed in sorted(plan.chunks, key=lambda x: x.chunk):
         at = position[placed.chunk.worker], placed.chunk.stage
@@ -255,8 +258,8 @@ def with_times(plan: Plan, loads: Sequence[StageLoad], pool: Pool, forward_s: F6
             ChunkTime(
                 chunk=placed.chunk,
                 forward_s=0.0 if is_last else ahead_s,
-                backward_s=0.0 if is_last else back_s,
-                loss_s=ahead_s + back_s if is_last else 0.0,
+                backward_s=(0.0 if after is None else after.seconds(ahead_s, back_s)) if is_last else back_s,
+                loss_s=loss.seconds(ahead_s, back_s) if is_last else 0.0,
             )
         )
     return replace(plan, chunk_times=tuple(times), transfer_times=_transfers(plan, loads, pool, position))

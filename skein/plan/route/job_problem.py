@@ -77,6 +77,7 @@ def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | No
         reduction=_reduction(job, plan, pool),
         move_s=move_s,
         chunks_per_worker=most_held,
+        is_split=any(path.split for path in plan.paths),
     )
     return Posed(problem=problem, pool=pool, loads=loads, worker_of=worker_of, path=path)
 

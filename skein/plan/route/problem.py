@@ -74,6 +74,7 @@ class Problem:
         move_s: (num_workers, num_stages) what it costs to bring a stage to a worker, spread over the steps to come; 0
             where it is held already. None: all 0.
         chunks_per_worker: at most so many; None: as many as are needed if all hold equally many.
+        is_split: backwards are an input op and a weight op each, but that of the loss of a LOOP.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Problem:
     reduction: Reduction | None = None
     move_s: F64 | None = None
     chunks_per_worker: int | None = None
+    is_split: bool = False
 
     @property
     def num_workers(self) -> int:
@@ -117,7 +119,12 @@ class Problem:
     @property
     def ops(self) -> tuple[PathOp, ...]:
         """The ops of each microbatch, by number; `hop` is the column of its path."""
-        return path_ops(self.num_hops + 1)
+        return path_ops(self.num_hops + 1, self.split)
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Hops whose backward is split, as of a `Path`."""
+        return tuple(range(self.path_len)) if self.is_split else ()
 
     @property
     def num_ops(self) -> int:
@@ -133,7 +140,21 @@ class Problem:
     @cached_property
     def visit_s(self) -> F64:
         """(num_workers, num_stages) of all ops of a microbatch at a hop, the last one apart."""
-        return self.seconds_of(kinds_at(is_last=False))
+        return self.seconds_of(kinds_at(is_last=False, is_split=self.is_split))
+
+    @cached_property
+    def last_visit_s(self) -> F64:
+        """(num_workers, num_stages) of all ops of a microbatch at its last hop."""
+        return self.seconds_of(self._last_kinds)
+
+    @cached_property
+    def end_s(self) -> F64:
+        """(num_workers, num_stages) of those at its last hop that its gradient waits for."""
+        return self.seconds_of(kind for kind in self._last_kinds if kind.row.is_onward)
+
+    @property
+    def _last_kinds(self) -> tuple[OpKind, ...]:
+        return kinds_at(is_last=True, is_split=self.num_hops in self.split)
 
     @cached_property
     def out_s(self) -> F64:
@@ -146,7 +167,8 @@ class Problem:
         return self._passed_s(Direction.BACKWARD)
 
     def _passed_s(self, gives: Direction) -> F64:
-        return self.seconds_of(kind for kind in kinds_at(is_last=False) if kind.row.gives is gives)
+        kinds = kinds_at(is_last=False, is_split=self.is_split)
+        return self.seconds_of(kind for kind in kinds if kind.row.gives is gives)
 
     def seconds_of(self, kinds: Iterable[OpKind]) -> F64:
         """(num_workers, num_stages) of one op of each of these kinds together."""

@@ -17,7 +17,7 @@ from skein.types import Layout
 _NUM_MOVES = 200
 
 
-def tiny_problem(layout: Layout) -> Problem:
+def tiny_problem(layout: Layout, *, is_split: bool = False) -> Problem:
     """Three workers in a row of three stages, a microbatch leaving one out."""
     seconds = np.ones((3, 3))
     apart = seconds - np.eye(3)
@@ -38,6 +38,7 @@ def tiny_problem(layout: Layout) -> Problem:
         wire_s=apart / 2,
         slots=np.full((3, 3), 2, np.int64),
         reduction=Reduction(num_bytes=np.ones(3), latency_s=apart / 100, bytes_per_s=bytes_per_s),
+        is_split=is_split,
     )
 
 
@@ -47,8 +48,8 @@ def warm_up() -> None:
     Raises:
         AssertionError: the tiny problem has no answer, so something is wrong with the search.
     """
-    for layout, seed in product(Layout, range(2)):
-        search = Search(tiny_problem(layout), seed=seed)
+    for layout, is_split, seed in product(Layout, (False, True), range(2)):
+        search = Search(tiny_problem(layout, is_split=is_split), seed=seed)
         begun = search.begin()
         assert not isinstance(begun, Infeasible), begun.reason
         for slice_ in slices(_NUM_MOVES, search.problem.num_ops):

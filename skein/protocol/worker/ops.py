@@ -118,16 +118,24 @@ class InputOp(ComputeOp):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputOp(ComputeOp):
+    """Run the last hop but for weight gradients, which are put aside: no sum changes. Output: as of `LossOp`."""
+
+    kind: ClassVar[OpKind] = OpKind.LOSS_INPUT
+    phase: Phase = Phase.TRAIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightOp(ComputeOp):
-    """Add all that the microbatch's `InputOp` has put aside to the chunk's accumulators."""
+    """Add all that the microbatch's `InputOp` or `LossInputOp` has put aside to the chunk's accumulators."""
 
     kind: ClassVar[OpKind] = OpKind.WEIGHT
     phase: Phase = Phase.TRAIN
 
 
-VisitOp = ForwardOp | LossOp | BackwardOp | InputOp | WeightOp
+VisitOp = ForwardOp | LossOp | BackwardOp | InputOp | LossInputOp | WeightOp
 COMPUTE_OPS: Mapping[OpKind, type[VisitOp]] = {
-    x.kind: x for x in (ForwardOp, LossOp, BackwardOp, InputOp, WeightOp)
+    x.kind: x for x in (ForwardOp, LossOp, BackwardOp, InputOp, LossInputOp, WeightOp)
 }
 """Class of the op that carries out each kind."""
 
@@ -269,7 +277,10 @@ Op = VisitOp | ReductionOp | SketchOp | ApplyOp | SaveOp | SnapshotOp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A LossOp's answer: summed nats and valid tokens; in a probe also the digest of the chunk's parameters."""
+    """Answer of a `LossOp` or `LossInputOp`: summed nats and valid tokens.
+
+    In a probe also the digest of the chunk's parameters.
+    """
 
     loss_sum: float
     num_tokens: int

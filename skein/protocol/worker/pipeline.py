@@ -59,6 +59,7 @@ class Carried:
     ledger: tuple[MicrobatchId, ...]
     held: Mapping[tuple[Kept, MicrobatchId], _Place]
     losses: Mapping[MicrobatchId, Loss]
+    """Losses of those last hops whose contribution is in the ledger or put aside."""
 
 
 NOTHING = Carried(ledger=(), held={}, losses={})
@@ -90,7 +91,8 @@ class _Chunk:
     def resume(self, carried: Carried, left: Iterable[_Listed]) -> None:
         """A step that goes on: what was carried over counts, the ops in `left` are to come."""
         self.ledger = list(carried.ledger)
-        self.train_losses = {m: carried.losses[m] for m in carried.ledger if m in carried.losses}
+        counted = {*carried.ledger, *_pending(carried.held)}
+        self.train_losses = {m: loss for m, loss in carried.losses.items() if m in counted}
         self.in_flight = len({microbatch for _, microbatch in carried.held})
         self._plan(left)
         for (kept, microbatch), place in carried.held.items():
@@ -280,7 +282,7 @@ class Pipeline:
         """Book an op that has ended; gives the header of the tensor it made, to be sent on."""
         chunk = self._chunks[op.chunk.stage]
         row = op.kind.row
-        assert (loss is not None) == row.is_last, f"{op} has ended with {loss}"
+        assert (loss is not None) == row.scores, f"{op} has ended with {loss}"
         if row.leaves and op.phase.keeps_graph:
             chunk.keep(row.leaves, op.microbatch, (op.hop, op.path))
         if op.phase.trains:
@@ -302,7 +304,8 @@ class Pipeline:
             chunk.held.pop((kept, op.microbatch), None)
         if op.kind.row.is_accumulating:
             chunk.ledger.clear()
-            chunk.train_losses.clear()
+            aside = _pending(chunk.held)
+            chunk.train_losses = {m: loss for m, loss in chunk.train_losses.items() if m in aside}
 
     def advance(self, step: Step) -> None:
         """The step before `step` is committed: empty ledgers, the next step's numbers."""
@@ -353,6 +356,11 @@ def _total(losses: Iterable[Loss]) -> Loss:
         num_tokens=sum(loss.num_tokens for loss in listed),
         digest=listed[0].digest if listed else "",
     )
+
+
+def _pending(held: Iterable[tuple[Kept, MicrobatchId]]) -> set[MicrobatchId]:
+    """Microbatches whose weight gradients are put aside."""
+    return {microbatch for kept, microbatch in held if kept is Kept.PENDING}
 
 
 def _planned(tensor: HopTensor) -> PlannedOp | None:

@@ -410,7 +410,7 @@ class Steps:
         self._deliver(made)
         if op.accumulates:
             self._report_done(op.chunk.stage)
-        elif op.kind.row.is_last:
+        elif op.kind.row.scores and not op.phase.trains:
             self._report_evaluated()
 
     def log_shortened(self, keys: Iterable[HopKey]) -> None:

@@ -27,9 +27,10 @@ _OF_COST = tuple(
     tuple(kind for kind in OpKind if kind.row.cost.whole is cost)
     for cost in (Cost.FORWARD, Cost.BACKWARD, Cost.LOSS)
 )
-_VISITS = (
-    frozenset(kinds_at(is_last=True)),
-    *(frozenset(kinds_at(is_last=False, is_split=is_split)) for is_split in (False, True)),
+_VISITS = tuple(
+    frozenset(kinds_at(is_last=is_last, is_split=is_split))
+    for is_last in (True, False)
+    for is_split in (False, True)
 )
 """Kinds of op that a visit is made of, of the last chunk of a path and of another."""
 

@@ -327,7 +327,7 @@ class SimExecutor:
         output = op.output
         if output is not None and not is_release(output):
             self._outputs[hop_key(output)] = Payload(self._boundary_bytes(output))
-        return Loss(loss_sum=float(op.microbatch + 1), num_tokens=1) if row.is_last else None
+        return Loss(loss_sum=float(op.microbatch + 1), num_tokens=1) if row.scores else None
 
     def _pack(self, op: PackOp) -> None:
         held = max(self.times[stage].parameter_bytes for stage in op.stages)

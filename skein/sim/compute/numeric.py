@@ -29,6 +29,7 @@ from skein.protocol.worker.ops import (
     Joined,
     JoinOp,
     Loss,
+    LossInputOp,
     LossOp,
     Op,
     OpOutcome,
@@ -188,7 +189,7 @@ class NumericExecutor(SimExecutor, ABC):
             return self._update(op)
         outcome = super()._carry_out(op)
         match op:
-            case LossOp():
+            case LossOp() | LossInputOp():
                 return self._loss(op)
             case ForwardOp():
                 self._forward(op)
@@ -231,10 +232,12 @@ class NumericExecutor(SimExecutor, ABC):
         assert op.output is not None
         self._give(hop_key(op.output), self._through(op.chunk.stage, x_BD)[-1])
 
-    def _loss(self, op: LossOp) -> Loss:
+    def _loss(self, op: LossOp | LossInputOp) -> Loss:
         x_BD = self._operand(op)
         error_BD = self._through(op.chunk.stage, x_BD)[-1] - self._sample(op)[1]
-        if op.phase.trains:
+        if isinstance(op, LossInputOp):
+            self._pending[op.microbatch, op.chunk.stage] = self._backward(op, x_BD, error_BD)
+        elif op.phase.trains:
             self._add(op, self._backward(op, x_BD, error_BD))
         return Loss(loss_sum=0.5 * float(np.sum(error_BD**2)), num_tokens=1)
 

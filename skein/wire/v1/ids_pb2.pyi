@@ -166,6 +166,8 @@ class _OpKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OpKind.ValueTy
     """The gradient for the hop before; weight gradients are put aside."""
     OP_KIND_WEIGHT: _OpKind.ValueType  # 5
     """What was put aside; adds to the stage's gradient."""
+    OP_KIND_LOSS_INPUT: _OpKind.ValueType  # 6
+    """As LOSS, but weight gradients are put aside."""
 
 class OpKind(_OpKind, metaclass=_OpKindEnumTypeWrapper):
     """What a worker does with a microbatch at a stage."""
@@ -182,6 +184,8 @@ OP_KIND_INPUT: OpKind.ValueType  # 4
 """The gradient for the hop before; weight gradients are put aside."""
 OP_KIND_WEIGHT: OpKind.ValueType  # 5
 """What was put aside; adds to the stage's gradient."""
+OP_KIND_LOSS_INPUT: OpKind.ValueType  # 6
+"""As LOSS, but weight gradients are put aside."""
 Global___OpKind: _TypeAlias = OpKind  # noqa: Y015
 
 class _Layout:

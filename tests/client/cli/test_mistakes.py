@@ -125,4 +125,4 @@ def test_help_has_a_short_name_everywhere(verbs: list[str], capsys: Captured) ->
 
 def test_version_names_the_protocol(capsys: Captured) -> None:
     assert run(["--version"]) == 0
-    assert capsys.readouterr().out.endswith("(protocol 6)\n")
+    assert capsys.readouterr().out.endswith("(protocol 7)\n")

@@ -55,7 +55,7 @@ def test_whole_backwards_take_the_least_that_a_line_can(hop_s: float) -> None:
     assert timed_s(plan, spec, on, depth=m) == pytest.approx(expected_s, rel=1e-6)
 
 
-@pytest.mark.parametrize("hop_s", [0.0, 0.01, HOP_S])
+@pytest.mark.parametrize("hop_s", [0.01, HOP_S])
 def test_a_split_backward_lets_the_last_gradient_come_home_without_the_weights(hop_s: float) -> None:
     on = equal_line(hop_s)
     whole, halves = even_job(), split(even_job())
@@ -63,9 +63,10 @@ def test_a_split_backward_lets_the_last_gradient_come_home_without_the_weights(h
     m = whole.batch.num_microbatches
     setting = Setting(job=halves, fleet=on, pool=pool_of(halves, on))
     pace = setting.pace(after.stages)
-    weight_s = [OpKind.WEIGHT.row.cost.seconds(0.0, float(pace.backward_s[i, i])) for i in (1, 2)]
+    weight_s = [OpKind.WEIGHT.row.cost.seconds(0.0, float(pace.backward_s[i, i])) for i in range(4)]
     gained_s = timed_s(before, whole, on, depth=m) - timed_s(after, halves, on, depth=m)
-    assert gained_s == pytest.approx(sum(weight_s), rel=1e-6)
+    # The slowest stage does its weight ops when its last loss is on its way home; those on that way do theirs later.
+    assert gained_s == pytest.approx(m * weight_s[3] + weight_s[1] + weight_s[2], rel=1e-6)
 
 
 @settings(max_examples=examples(30))
@@ -78,7 +79,8 @@ def test_a_plan_with_split_backwards_is_legal_and_predicted_by_its_own_orders(
         return
     assert violations(plan, spec, on) == ()
     kinds = {op.kind for schedule in plan.schedules for op in schedule.ops}
-    assert kinds >= {OpKind.INPUT, OpKind.WEIGHT}
+    assert OpKind.WEIGHT in kinds
+    assert OpKind.LOSS_INPUT in kinds or spec.parallel.layout.comes_back
     again = make_balanced_plan(spec, on, plan, 0)
     assert isinstance(again, Plan)
     assert again == plan

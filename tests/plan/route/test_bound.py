@@ -48,10 +48,14 @@ def test_equal_problems_have_equal_bounds() -> None:
 
 @pytest.mark.parametrize("layout", BOTH)
 @pytest.mark.parametrize("chunks_per_worker", [None, 2])
-def test_no_plan_of_any_kind_is_better_than_its_bound(layout: Layout, chunks_per_worker: int | None) -> None:
+@pytest.mark.parametrize("is_split", [False, True])
+def test_no_plan_of_any_kind_is_better_than_its_bound(
+    layout: Layout, chunks_per_worker: int | None, *, is_split: bool
+) -> None:
     num_found, seeds = 0, part(range(24), every=4)
     for seed in seeds:
         problem = drawn(seed, layout=layout, has_wires=seed % 2 == 0, has_reduction=seed % 3 > 0)
+        problem = replace(problem, is_split=is_split)
         if chunks_per_worker is not None:
             num_workers = (problem.num_workers + 1) // 2 + 1
             problem = first_workers(replace(problem, chunks_per_worker=chunks_per_worker), num_workers)

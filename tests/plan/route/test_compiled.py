@@ -112,21 +112,9 @@ def test_a_way_that_takes_no_time_stays_within_the_loops_arrays() -> None:
     assert loop(way, worker_of, ops, op_s, none, none, slots, np.inf, begin_s, end_s) == 5.0
 
 
-def split_backward() -> np.ndarray:
-    """F0, L1, I0 and W0, of which only I0 is on the way: columns as in `op_array`."""
-    return np.array(
-        [
-            [0, 0, 1, 0, 1, 0, 1, -1],
-            [1, 1, 0, 1, 1, 1, 2, -1],
-            [0, 2, 0, 0, 1, 1, 3, -1],
-            [0, 2, -1, 1, 0, 1, -1, -1],
-        ]
-    )
-
-
 def test_an_op_that_nobody_else_waits_for_goes_when_its_worker_is_idle() -> None:
     """The second microbatch's I goes before the first's W; with one slot, its F waits for that W."""
-    ops, apart = split_backward(), np.array([[0.0, 1.0], [1.0, 0.0]])
+    ops, apart = op_array(path_ops(2, split=(0,))), np.array([[0.0, 1.0], [1.0, 0.0]])
     begin_s, end_s = np.zeros((2, 4)), np.zeros(2)
     way, op_s = np.array([[0, 1, 0, 0], [0, 1, 0, 0]]), np.ones((4, 2))
     for slots, began in ((2, [[0, 2, 4, 6], [1, 3, 5, 7]]), (1, [[0, 2, 4, 5], [6, 8, 10, 11]])):

@@ -100,7 +100,8 @@ def program_parts(
 ) -> list[tuple[str, float]]:
     """Parts that a linear program proves, from the makespan `low_s` on and never above `high_s`."""
     high_s = min(high_s, _MOST_ABOVE * low_s)
-    if not trips.num_hops or not trips.is_single or not np.isfinite(low_s) or low_s >= high_s:
+    is_posed = trips.num_hops and trips.is_single and not problem.is_split
+    if not is_posed or not np.isfinite(low_s) or low_s >= high_s:
         return []
     listed = catalogue(trips, longest_s(trips, problem.num_by_origin, high_s))
     if listed is None:
@@ -146,6 +147,7 @@ def simple_parts(problem: Problem, trips: Trips) -> list[tuple[str, float]]:
         ("origin's slots", lambda count: alone_s(trips, trip_s, count)),
     ]
     work = [(f"work of stage {s}", x) for s, x in stage_ends(problem, trips, tail_s=trips.tail_s())]
+    work.append(("work of all stages", _shared_s(problem, trips)))
     if not trips.num_hops:  # one stage that keeps nothing from forward to backward: all ops are losses
         return work
     return [*((name, _of_origins(problem, seconds)) for name, seconds in chains), *work]
@@ -163,22 +165,56 @@ def _of_origins(problem: Problem, seconds: Callable[[int], F64]) -> float:
 
 
 def stage_ends(problem: Problem, trips: Trips, *, tail_s: F64 | None = None) -> list[tuple[int, float]]:
-    """For each stage, when its last backward can have ended (`tail_s` later, if given) by its work alone."""
+    """For each stage, when its last backward can have ended (`tail_s` later, if given) by its work alone.
+
+    Weight ops need not lie before a gradient's way home.
+    """
     found = []
     for stage in range(problem.num_stages):
         is_last = not problem.layout.comes_back and stage == problem.num_stages - 1
-        both_s = problem.out_s[:, stage] + problem.home_s[:, stage]
-        visit_s = problem.loss_s if is_last else both_s
         can = np.ones(problem.num_workers, bool) if is_last else problem.slots[:, stage] > 0
-        around_s = np.zeros(problem.num_workers)
-        if stage > 0 and trips.is_single:
-            around_s = trips.head_s() + (0.0 if tail_s is None else tail_s)
-        can &= np.isfinite(around_s)
-        end_s = _least_window(
-            visit_s[can], around_s[can], problem.stage_sizes[stage], least_visits(problem, stage)
-        )
-        found.append((stage, end_s))
+        head_s = trips.head_s() if stage > 0 and trips.is_single else np.zeros(problem.num_workers)
+        both_s = head_s if stage == 0 or not trips.is_single or tail_s is None else head_s + tail_s
+        passed_s = problem.end_s if is_last else problem.out_s + problem.home_s
+        windows = [(passed_s, both_s)]
+        if problem.is_split:
+            windows.append((problem.last_visit_s if is_last else problem.visit_s, head_s))
+        ends_s = []
+        for visit_s, around_s in windows:
+            may = can & np.isfinite(around_s)
+            ends_s.append(
+                _least_window(
+                    visit_s[may, stage],
+                    around_s[may],
+                    problem.stage_sizes[stage],
+                    least_visits(problem, stage),
+                )
+            )
+        found.append((stage, max(ends_s)))
     return found
+
+
+def _shared_s(problem: Problem, trips: Trips) -> float:
+    """Least end of a step in which all workers do all stages' work together, each at its fastest holder's speed.
+
+    Whoever holds no chunk of stage 0 waits for a first input and, where backwards are whole, is done before the
+    gradients are back. Any number of chunks may be on one worker.
+    """
+    is_line = not problem.layout.comes_back
+    work_s = 0.0
+    for stage in range(problem.num_stages):
+        is_last = is_line and stage == problem.num_stages - 1
+        visit_s = (problem.last_visit_s if is_last else problem.visit_s)[:, stage]
+        can = np.ones(problem.num_workers, bool) if is_last else problem.slots[:, stage] > 0
+        work_s += least_visits(problem, stage) * float(visit_s[can].min(initial=FAR))
+    if not is_line:
+        work_s += problem.num_microbatches * float(problem.loss_s.min())
+    away_s = np.sort(trips.head_s() + (0.0 if problem.is_split else trips.tail_s()))
+    # Those who would wait longest may be the ones that begin paths.
+    waits_s = np.concatenate([np.zeros(problem.stage_sizes[0]), away_s])[: problem.num_workers]
+    # With the first k at work until T, their time is k T less what they wait.
+    ends_s = (work_s + np.cumsum(waits_s)) / np.arange(1, problem.num_workers + 1)
+    return float(ends_s.min())
 
 
 def least_visits(problem: Problem, stage: int) -> int:

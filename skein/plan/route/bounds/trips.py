@@ -145,7 +145,7 @@ def trips_of(problem: Problem) -> Trips:
         forward_s=_least(problem.out_s, holds, stages),
         backward_s=_least(problem.home_s, holds, stages),
         both_s=_least(problem.out_s + problem.home_s, holds, stages),
-        loss_s=problem.loss_s,
+        loss_s=problem.end_s[:, -1],
         link_s=link_s,
         slots=np.minimum(problem.num_microbatches, slots).astype(np.float64),
     )

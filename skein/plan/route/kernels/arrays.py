@@ -8,17 +8,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from skein.plan.ops import COSTS, PathOp, kinds_at
+from skein.plan.ops import COSTS, OpKind, PathOp
 from skein.plan.route.problem import F64, I64, Problem, Routing
 
 U64 = npt.NDArray[np.uint64]
 
 
-HOP, COST, SLOTS, SUMS, ONWARD, AWAITED, FOLLOWERS = range(7)
+HOP, COST, SLOTS, SUMS, ONWARD, LATE, AWAITED, FOLLOWERS = range(8)
 """Columns of `Fixed.ops`: column of the path, row of `op_s`, slots taken, 1 where the op accumulates, 1 where it is on
-the way there or back, how many ops it waits for, and from there on who waits for it, padded with -1."""
-VISIT, LAST, PASS = range(3)
-"""Rows of `spent_s`: all ops of a microbatch at a hop, at the last one, and those at a hop that are on its way."""
+the way there or back, its rank among what is ready (what goes home first, then what goes out, then the rest), how many
+ops it waits for, and from there on who waits for it, padded with -1."""
+VISIT, LAST, PASS, END = range(4)
+"""Rows of `spent_s`: all ops of a microbatch at a hop, at the last one, and of both those that are on its way."""
 
 
 class Fixed(NamedTuple):
@@ -26,7 +27,7 @@ class Fixed(NamedTuple):
 
     ops: (ops of each microbatch, columns) what each is, see `op_array`; one array, for each more costs the loops time.
     graph: the same, None where each op waits for the one before alone.
-    spent_s: (3, num_workers, num_stages) rows `VISIT`, `LAST`, `PASS`.
+    spent_s: (4, num_workers, num_stages) rows `VISIT`, `LAST`, `PASS`, `END`.
     """
 
     stage_of: I64
@@ -59,7 +60,7 @@ class State(NamedTuple):
     path: as in `Routing`; sequence, op: (num_ops,) microbatch and number of each op, in order.
     way: (num_microbatches, ops of each) chunk of each op, which follows from its path.
     op_s: (ops of each, num_chunks), and slots: (num_chunks,), of each chunk at its holder.
-    spent_s: (3, num_chunks) as in `Fixed`, of each chunk at its holder.
+    spent_s: (4, num_chunks) as in `Fixed`, of each chunk at its holder.
     trip_s: (num_microbatches,) each microbatch's way there and back if nothing waits.
     reduce_s: (num_stages,) aggregation among a stage's holders.
     move_s: (num_chunks,) what it costs to bring each chunk to its holder.
@@ -81,7 +82,6 @@ class State(NamedTuple):
 def fixed(problem: Problem) -> Fixed:
     """The arrays of `problem`."""
     square = (problem.num_workers, problem.num_workers)
-    last_s = problem.seconds_of(kinds_at(is_last=True))
     reduction, shape = problem.reduction, (problem.num_workers, problem.num_stages)
     # What a problem leaves out costs nothing: zeros instead of None, which would need loops of another type.
     return Fixed(
@@ -89,7 +89,9 @@ def fixed(problem: Problem) -> Fixed:
         first_chunk=problem.first_chunk,
         ops=op_array(problem.ops),
         graph=None if is_line(problem.ops) else op_array(problem.ops),
-        spent_s=_solid(np.stack([problem.visit_s, last_s, problem.out_s + problem.home_s])),
+        spent_s=_solid(
+            np.stack([problem.visit_s, problem.last_visit_s, problem.out_s + problem.home_s, problem.end_s])
+        ),
         op_s=_solid(problem.op_s),
         transfer_s=_solid(problem.transfer_s),
         wire_s=_solid(problem.wire_s),
@@ -127,6 +129,7 @@ def op_array(ops: tuple[PathOp, ...]) -> I64:
             row.slots,
             row.is_accumulating,
             row.is_onward,
+            max(0, row.urgency - OpKind.LOSS.row.urgency),
             len(awaited[x.number]),
         )
         table[x.number, : FOLLOWERS + len(followers[x.number])] = (*does, *followers[x.number])
@@ -185,7 +188,7 @@ def state(problem: Problem, worker_of: I64, path: I64, sequence: I64 | None = No
         op=ops,
         way=np.zeros((num_microbatches, len(problem.ops)), np.int64),
         op_s=np.zeros((len(problem.ops), chunks)),
-        spent_s=np.zeros((3, chunks)),
+        spent_s=np.zeros((4, chunks)),
         slots=np.zeros(chunks, np.int64),
         trip_s=np.zeros(num_microbatches),
         reduce_s=np.zeros(problem.num_stages),

@@ -12,9 +12,9 @@ import numpy as np
 
 from skein.plan.route.kernels.arrays import (
     COST,
+    END,
     FOLLOWERS,
     HOP,
-    LAST,
     ONWARD,
     PASS,
     SLOTS,
@@ -95,7 +95,7 @@ def fit_trip(fixed: Fixed, state: State, microbatch: int) -> None:
     """Fill in how long a microbatch takes if nothing waits."""
     hops = fixed.num_hops
     path, holder, spent_s, transfer_s = state.path, state.holder, state.spent_s, fixed.transfer_s
-    total_s = spent_s[LAST, path[microbatch, hops]]
+    total_s = spent_s[END, path[microbatch, hops]]
     for hop in range(hops):
         chunk = path[microbatch, hop]
         here, there = holder[chunk], holder[path[microbatch, hop + 1]]

@@ -1,8 +1,8 @@
 """Simulation of one step of a routing, event by event, in exact order: when every op starts, when the step is over.
 
 Rules of this file
-- A worker runs one op at a time, to its end: among what is ready what takes a slot of its chunk comes last, then the
-  earlier arrival counts.
+- A worker runs one op at a time, to its end: among what is ready what goes home comes first, then what goes out, what
+  nobody waits for last; of equals the earlier arrival counts.
 - A transfer begins when both the sender's uplink and the receiver's downlink are free of earlier ones; links whose
   `wire_s` is 0 carry any number at once.
 - Events of one moment are all taken before any worker starts anew; workers then start in ascending order.
@@ -11,7 +11,7 @@ Rules of this file
 
 import numpy as np
 
-from skein.plan.route.kernels.arrays import AWAITED, FOLLOWERS, SLOTS
+from skein.plan.route.kernels.arrays import AWAITED, FOLLOWERS, LATE, SLOTS
 from skein.plan.route.kernels.compiled import compiled
 from skein.plan.route.problem import F64, I64
 
@@ -185,25 +185,25 @@ def simulate(
             if is_busy[worker]:
                 continue
             best = -1
-            best_takes = True
+            best_late = 0
             before_best = -1
             before = -1
             item = first_ready[worker]
             while item >= 0:
                 m, op = item >> bits, item & mask
-                takes = ops[op, SLOTS] > 0
+                late = ops[op, LATE]
                 # What finds no free slot is passed over: an op behind it may give one back.
-                if not (takes and free[way[m, op]] <= 0):
+                if not (ops[op, SLOTS] > 0 and free[way[m, op]] <= 0):
                     if best < 0:
                         better = True
-                    elif takes != best_takes:
-                        better = best_takes
+                    elif late != best_late:
+                        better = late < best_late
                     elif ready_s[item] != ready_s[best]:
                         better = ready_s[item] < ready_s[best]
                     else:
                         better = ready_number[item] < ready_number[best]
                     if better:
-                        best, best_takes, before_best = item, takes, before
+                        best, best_late, before_best = item, late, before
                 before = item
                 item = next_ready[item]
             if best < 0:

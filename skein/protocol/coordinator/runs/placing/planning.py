@@ -52,7 +52,8 @@ def held_plan(acks: Mapping[WorkerId, Ack], *, version: Step, parallel: Parallel
     held = holders_by_stage(acks, version)
     stages = tuple(sorted(held, key=lambda stage: stage.index))
     # A worker may say that it holds layers 3 to 0.
-    if len(stages) != parallel.num_stages + parallel.layout.num_head_stages or any(misplaced_stages(stages)):
+    is_cut_so = parallel.may_have(len(stages) - parallel.layout.num_head_stages)
+    if not is_cut_so or any(misplaced_stages(stages)):
         return None
     chunks = sorted(ChunkRef(stage=stage.index, worker=w) for stage, holders in held.items() for w in holders)
     return Plan(

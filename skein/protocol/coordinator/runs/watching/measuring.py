@@ -157,8 +157,8 @@ class Measured:
             time = own[stage]
             forward_s, backward_s = time.forward_s, time.backward_s
             if time.loss_s > 0:
-                forward_s = time.loss_s * load.forward_flops / load.flops
-                backward_s = time.loss_s - forward_s
+                forward_s = time.total_s * load.forward_flops / load.flops
+                backward_s = time.total_s - forward_s
             if forward_s > 0 and backward_s > 0:
                 found.append(
                     StageTime(worker=worker, stage=stage, forward_s=forward_s, backward_s=backward_s)

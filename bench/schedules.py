@@ -1,0 +1,106 @@
+"""Predicted step of what a planner chooses by itself, beside whole backwards of one chunk for each worker.
+
+    python -m bench.schedules [--budget 2] [--json]
+
+Four equal workers of 1 TFLOP/s, 100 Gbit/s and three latencies between any two, 8 microbatches of a decoder of 32
+blocks of width 512 with 256 tokens: nothing runs, so the machine does not matter. Ends with one JSON line; exit code 1
+if a goal is missed.
+"""
+
+import argparse
+import sys
+from itertools import permutations
+from typing import Literal
+
+from bench.report import Row, finish
+from skein.config.job import BatchSpec, BudgetSpec, DataSpec, JobSpec, ParallelSpec, PlanSpec, TextSource
+from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.plan.plan import Plan
+from skein.plan.searched import make_searched_plan
+from skein.topology.fleet import Fleet, FleetWorker, Link, Profile
+from skein.types import SiteId, WorkerId
+
+HOPS_S = (0.00005, 0.01, 0.03)
+GOAL = 0.88
+"""Most of the step with whole backwards of one chunk, where weights are less than half of a backward."""
+_NAMES = tuple(WorkerId(f"w{i}") for i in range(4))
+_PROFILE = Profile(device="cpu", device_name="equal", flops_per_s=1e12, memory_bytes=64 << 30)
+
+Chunks = Literal[1, "auto"]
+Backward = Literal["whole", "auto"]
+
+
+def fleet(hop_s: float) -> Fleet:
+    """Four equal workers."""
+    workers = tuple(FleetWorker(worker=name, site=SiteId("one"), profile=_PROFILE) for name in _NAMES)
+    links = tuple(
+        Link(sender=a, receiver=b, latency_s=hop_s, bytes_per_s=12.5e9) for a, b in permutations(_NAMES, 2)
+    )
+    return Fleet(workers=workers, links=links)
+
+
+def job(chunks: Chunks, backward: Backward, *, budget_s: float) -> JobSpec:
+    """Four stages, or as many chunks of four workers as the planner chooses."""
+    shape = LlamaShape(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=32,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    return JobSpec(
+        name="schedules",
+        model=LlamaModel(shape=shape),
+        data=DataSpec(sources=(TextSource(path="."),), sequence_tokens=256),
+        batch=BatchSpec(samples=8, microbatch_samples=1),
+        parallel=ParallelSpec(stages=4, chunks=chunks),
+        plan=PlanSpec(backward=backward, budget_s=budget_s),
+        budget=BudgetSpec(steps=1),
+    )
+
+
+def predicted(hop_s: float, chunks: Chunks, backward: Backward, *, budget_s: float) -> Plan:
+    """The plan for these workers."""
+    plan = make_searched_plan(job(chunks, backward, budget_s=budget_s), fleet(hop_s), None, 0)
+    assert isinstance(plan, Plan), plan.reason
+    return plan
+
+
+def row_of(hop_s: float, *, budget_s: float) -> Row:
+    """What `auto` comes to at one latency."""
+    plain = predicted(hop_s, 1, "whole", budget_s=budget_s)
+    chosen = predicted(hop_s, "auto", "auto", budget_s=budget_s)
+    ratio = chosen.predicted_step_s / plain.predicted_step_s
+    gap = chosen.predicted_step_s / chosen.lower_bound_s - 1
+    split = "split" if chosen.paths[0].split else "whole"
+    return Row(
+        what=f"{hop_s * 1e3:g} ms between workers: {len(chosen.stages) // 4} chunks, {split} backwards; gap {gap:.0%}",
+        value=chosen.predicted_step_s,
+        unit="s",
+        against=f"one chunk, whole backwards: {plain.predicted_step_s:.4f} s",
+        ratio=ratio,
+        goal=f"<= {GOAL}",
+        holds=ratio <= GOAL,
+        spread=0.0,
+    )
+
+
+def main() -> int:
+    """Three latencies."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds of each search")
+    parser.add_argument("--json", action="store_true", help="the JSON line alone")
+    args = parser.parse_args()
+    rows = []
+    for hop_s in HOPS_S:
+        rows.append(row_of(hop_s, budget_s=args.budget))
+        if not args.json:
+            print(f"{rows[-1].what}: {rows[-1].value:.4f} s, {rows[-1].ratio:.3f} of {rows[-1].against}")
+    return finish("schedules", rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
