@@ -197,6 +197,7 @@ def time_rows(status: JobStatus) -> list[tuple[str, ...]]:
             ("forward", times.planned.forward_s, None if found is None else found.forward_s),
             ("backward", times.planned.backward_s, None if found is None else found.backward_s),
             ("loss", times.planned.loss_s, None if found is None else found.loss_s),
+            ("weights of it", times.planned.weight_s, None if found is None else found.weight_s),
         ):
             if planned_s > 0:
                 rows.append(_time_row(name, op, planned_s, measured_s))

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from skein.plan.clock.walked import Bar, Pace, Walk
-from skein.plan.ops import WEIGHT_SHARE
 from skein.plan.place import Pool
 from skein.plan.plan import ChunkTime, Plan, TransferTime
 from skein.topology.links import LinkMatrices
@@ -45,12 +44,11 @@ def _told_pace(
     """The pace that times say which somebody was told; every tensor counts as the one of its link."""
     workers = plan.workers
     at = {worker: i for i, worker in enumerate(workers)}
-    forward_s, backward_s = np.zeros((2, len(workers), len(plan.stages)))
+    forward_s, backward_s, weight_s = np.zeros((3, len(workers), len(plan.stages)))
     for op in ops:
         place = at[op.chunk.worker], op.chunk.stage
-        # Of a loss that is split, such a backward as its weight op is that share of.
-        backward_s[place] = op.backward_s / WEIGHT_SHARE if op.loss_s else op.backward_s
-        forward_s[place] = op.total_s - backward_s[place]
+        forward_s[place], backward_s[place] = op.forward_s + op.loss_s, op.backward_s
+        weight_s[place] = op.weight_s
     waits_s, bytes_per_s = np.zeros((len(workers),) * 2), np.full((len(workers),) * 2, np.inf)
     for way in ways:
         pair = way.sender, way.receiver
@@ -67,4 +65,4 @@ def _told_pace(
         links=links,
         round_trip_s=links.round_trip_s(1.0),
     )
-    return Pace(pool=pool, forward_s=forward_s, backward_s=backward_s, output_bytes=1.0)
+    return Pace(pool=pool, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s, output_bytes=1.0)

@@ -50,7 +50,8 @@ _Seconds = TypeVar("_Seconds", float, "npt.NDArray[np.float64]")
 
 
 WEIGHT_SHARE = 1 / 3
-"""Share of a backward that weight gradients take; the rest is attention, norms and the way back (`bench split`)."""
+"""Share of a backward that weight gradients take where it was not measured; the rest is attention, norms and the way
+back (`bench split`)."""
 
 
 class Cost(StrEnum):
@@ -71,8 +72,18 @@ class Cost(StrEnum):
         """The kind of seconds that these are a part of, or are."""
         return _WHOLE.get(self, self)
 
-    def seconds(self, forward_s: _Seconds, backward_s: _Seconds, loss_s: _Seconds | None = None) -> _Seconds:
-        """The op's seconds; a loss that was not measured is its chunk's forward and backward."""
+    def seconds(
+        self,
+        forward_s: _Seconds,
+        backward_s: _Seconds,
+        loss_s: _Seconds | None = None,
+        weight_s: _Seconds | None = None,
+    ) -> _Seconds:
+        """The op's seconds; a loss that was not measured is its chunk's forward and backward.
+
+        Of a backward, weight gradients take `weight_s`.
+        """
+        weights_s = backward_s * WEIGHT_SHARE if weight_s is None else weight_s
         both_s = forward_s + backward_s if loss_s is None else loss_s
         match self:
             case Cost.FORWARD:
@@ -80,11 +91,11 @@ class Cost(StrEnum):
             case Cost.LOSS:
                 return both_s
             case Cost.LOSS_INPUT:
-                return both_s - backward_s * WEIGHT_SHARE
+                return both_s - weights_s
             case Cost.INPUT:
-                return backward_s * (1 - WEIGHT_SHARE)
+                return backward_s - weights_s
             case Cost.WEIGHT:
-                return backward_s * WEIGHT_SHARE
+                return weights_s
             case Cost.BACKWARD:
                 return backward_s
 

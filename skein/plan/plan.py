@@ -63,13 +63,14 @@ class ChunkPlan:
 class ChunkTime:
     """Seconds of a chunk's ops for one microbatch: a loss where paths end, else forward and backward; 0: no such op.
 
-    Where a loss is split, `backward_s` is its weight op.
+    Of a split backward, or loss, weight ops take `weight_s`; 0 where it is whole.
     """
 
     chunk: ChunkRef
     forward_s: float
     backward_s: float
     loss_s: float
+    weight_s: float = 0.0
 
     @property
     def total_s(self) -> float:

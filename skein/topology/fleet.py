@@ -49,12 +49,16 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTime:
-    """Seconds that a worker takes for one microbatch of a stage, as measured while it trained."""
+    """Seconds that a worker takes for one microbatch of a stage, as measured while it trained.
+
+    Of the backward, weight gradients take `weight_s`; None: it was whole.
+    """
 
     worker: WorkerId
     stage: StageSpec
     forward_s: float
     backward_s: float
+    weight_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

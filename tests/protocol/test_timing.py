@@ -1,10 +1,12 @@
 """What a worker tells of its times: medians of training, bounded, once for each piece of news."""
 
-from skein.plan.ops import Direction
+from dataclasses import replace
+
+from skein.plan.ops import Direction, OpKind
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages.reports import TimesMeasured
 from skein.protocol.messages.tensors import HopTensor, Phase, ShardKind, ShardTensor
-from skein.protocol.worker.ops import BackwardOp, ForwardOp, LossOp, Op, SaveOp
+from skein.protocol.worker.ops import COMPUTE_OPS, BackwardOp, ForwardOp, LossOp, Op, SaveOp
 from skein.protocol.worker.timing import LEAST_KEPT, MAX_PEERS, NUM_KEPT, Timing
 from skein.types import Generation, MicrobatchId, StageIndex, Step, WorkerId, parse_group
 from tests.support.plans import chunk, path
@@ -52,6 +54,25 @@ def test_a_loss_is_an_op_of_the_last_hop() -> None:
     assert told(timing).chunks == (
         ChunkTime(chunk=chunk(1, "w1a"), forward_s=0.0, backward_s=0.0, loss_s=5.0),
     )
+
+
+def test_of_a_split_backward_and_a_split_loss_weight_ops_are_a_part() -> None:
+    way = replace(WAY, split=(0, 1))
+    for worker, hop, times, expected in (
+        ("w0a", 0, {OpKind.FORWARD: 2.0, OpKind.INPUT: 3.0, OpKind.WEIGHT: 1.5}, (2.0, 4.5, 0.0)),
+        ("w1a", 1, {OpKind.LOSS_INPUT: 5.0, OpKind.WEIGHT: 2.5}, (0.0, 0.0, 7.5)),
+    ):
+        timing = Timing(WorkerId(worker))
+        for _ in range(LEAST_KEPT):
+            for kind, seconds in times.items():
+                op = COMPUTE_OPS[kind](
+                    phase=Phase.TRAIN, step=Step(0), microbatch=MicrobatchId(0), hop=hop, path=way
+                )
+                timing.op_ended(op, seconds)
+        [found] = told(timing).chunks
+        assert (found.forward_s, found.backward_s, found.loss_s) == expected
+        assert found.weight_s == times[OpKind.WEIGHT]
+        assert found.total_s == sum(times.values())
 
 
 def test_evaluation_and_everything_that_is_not_a_path_does_not_count() -> None:

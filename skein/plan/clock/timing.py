@@ -5,13 +5,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median
 
 import numpy as np
 
 from skein.config.aggregation import AggregationSpec
 from skein.plan.agreeing.exchange import Pattern, exchange_s, pattern_called
 from skein.plan.load import StageLoad
-from skein.plan.ops import Cost
+from skein.plan.ops import WEIGHT_SHARE
 from skein.plan.place import Pool
 from skein.plan.plan import ChunkTime, Group, Path, Plan, TransferTime
 from skein.topology.fleet import Fleet, StageTime
@@ -188,18 +189,25 @@ def _links_among(workers: Sequence[WorkerId], pool: Pool) -> tuple[F64, F64]:
     return pool.links.latency_s[pairs], pool.links.bytes_per_s[pairs]
 
 
-def op_times(fleet: Fleet, loads: Sequence[StageLoad], pool: Pool) -> tuple[F64, F64]:
-    """Seconds of forward and backward of every stage at every worker, both (num_workers, all stages).
+def op_times(fleet: Fleet, loads: Sequence[StageLoad], pool: Pool) -> tuple[F64, F64, F64]:
+    """Seconds of every stage at every worker, each (num_workers, all stages): forward, backward, and of that weights.
 
     What was measured counts; a stage that a worker has not run yet takes as long as its arithmetic at the speed the
-    worker showed on others, or else in its profile.
+    worker showed on others, or else in its profile, and weights the share that they had there.
     """
     speeds = _shown_speeds(fleet, loads, pool)
     forward_s = np.array([load.forward_flops for load in loads])[None, :] / speeds[:, None]
     backward_s = np.array([load.backward_flops for load in loads])[None, :] / speeds[:, None]
+    shares: defaultdict[int, list[float]] = defaultdict(list)
     for at, _, x in _measured(fleet, loads, pool):
         forward_s[at], backward_s[at] = x.forward_s, x.backward_s
-    return forward_s, backward_s
+        if x.weight_s is not None and x.backward_s > 0:
+            shares[at[0]].append(x.weight_s / x.backward_s)
+    share = np.array([median(shares[w]) if shares[w] else WEIGHT_SHARE for w in range(len(speeds))])
+    weight_s = backward_s * share[:, None]
+    for at, _, x in _measured(fleet, loads, pool):
+        weight_s[at] = weight_s[at] if x.weight_s is None else x.weight_s
+    return forward_s, backward_s, weight_s
 
 
 def stage_speeds(fleet: Fleet, loads: Sequence[StageLoad], pool: Pool) -> F64:
@@ -235,7 +243,9 @@ def _measured(
             yield (position[x.worker], x.stage.index), load_of[x.stage], x
 
 
-def with_times(plan: Plan, loads: Sequence[StageLoad], pool: Pool, forward_s: F64, backward_s: F64) -> Plan:
+def with_times(
+    plan: Plan, loads: Sequence[StageLoad], pool: Pool, forward_s: F64, backward_s: F64, weight_s: F64
+) -> Plan:
     """`plan` with the times that it was made by.
 
     Args:
@@ -244,11 +254,11 @@ def with_times(plan: Plan, loads: Sequence[StageLoad], pool: Pool, forward_s: F6
         pool: the fleet's links.
         forward_s: (num_workers, num_stages), one microbatch.
         backward_s: same shape.
+        weight_s: same shape, the part of it that weights take.
     """
     position = {worker: i for i, worker in enumerate(pool.workers)}
     last = len(plan.stages) - 1
-    is_split = any(len(path.hops) - 1 in path.split for path in plan.paths)
-    loss, after = (Cost.LOSS_INPUT, Cost.WEIGHT) if is_split else (Cost.LOSS, None)
+    split = {path.hops[hop].stage for path in plan.paths for hop in path.split}
     times = []
     for placed in sorted(plan.chunks, key=lambda x: x.chunk):
         at = position[placed.chunk.worker], placed.chunk.stage
@@ -258,8 +268,9 @@ def with_times(plan: Plan, loads: Sequence[StageLoad], pool: Pool, forward_s: F6
             ChunkTime(
                 chunk=placed.chunk,
                 forward_s=0.0 if is_last else ahead_s,
-                backward_s=(0.0 if after is None else after.seconds(ahead_s, back_s)) if is_last else back_s,
-                loss_s=loss.seconds(ahead_s, back_s) if is_last else 0.0,
+                backward_s=0.0 if is_last else back_s,
+                loss_s=ahead_s + back_s if is_last else 0.0,
+                weight_s=float(weight_s[at]) if placed.chunk.stage in split else 0.0,
             )
         )
     return replace(plan, chunk_times=tuple(times), transfer_times=_transfers(plan, loads, pool, position))

@@ -30,24 +30,34 @@ class Pace:
         pool: workers and links.
         forward_s: (num_workers, num_stages), one microbatch.
         backward_s: same shape.
+        weight_s: same shape, the part of it that weights take.
         output_bytes: of the largest boundary tensor, which every tensor counts as.
     """
 
     pool: Pool
     forward_s: F64
     backward_s: F64
+    weight_s: F64
     output_bytes: float
 
     def op_s(self, worker: int, op: PlannedOp) -> float:
         """Seconds of `op` at the worker at this position of the pool."""
-        forward_s, backward_s = self.forward_s[worker, op.stage], self.backward_s[worker, op.stage]
-        return op.kind.row.cost.seconds(float(forward_s), float(backward_s))
+        forward_s, backward_s, weight_s = (
+            float(x[worker, op.stage]) for x in (self.forward_s, self.backward_s, self.weight_s)
+        )
+        return op.kind.row.cost.seconds(forward_s, backward_s, weight_s=weight_s)
 
 
-def pace_of(pool: Pool, loads: Sequence[StageLoad], forward_s: F64, backward_s: F64) -> Pace:
+def pace_of(pool: Pool, loads: Sequence[StageLoad], forward_s: F64, backward_s: F64, weight_s: F64) -> Pace:
     """The pace of a job's stages on `pool`."""
     output_bytes = float(max((load.output_bytes for load in loads[:-1]), default=0))
-    return Pace(pool=pool, forward_s=forward_s, backward_s=backward_s, output_bytes=output_bytes)
+    return Pace(
+        pool=pool,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=weight_s,
+        output_bytes=output_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

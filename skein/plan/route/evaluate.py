@@ -48,6 +48,7 @@ def jittered(problem: Problem, *, jitter: float, num_draws: int, seed: int) -> t
                 forward_s=problem.forward_s * of_worker[:, None],
                 backward_s=problem.backward_s * of_worker[:, None],
                 loss_s=problem.loss_s * of_worker,
+                weight_s=None if problem.weight_s is None else problem.weight_s * of_worker[:, None],
                 transfer_s=problem.transfer_s * of_link,
                 wire_s=problem.wire_s * of_link,
             )

@@ -56,7 +56,7 @@ def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | No
         rows = [[*row[:-1], row[0]] for row in rows]
     path = np.array(rows, np.int64)
     origins = np.bincount(path[:, 0], minlength=len(holders[0]))
-    forward_s, backward_s = op_times(fleet, loads, pool)
+    forward_s, backward_s, weight_s = op_times(fleet, loads, pool)
     most_held = int(np.bincount(worker_of).max())
     output_bytes = float(max((load.output_bytes for load in loads[:-1]), default=0))
     wire_s = output_bytes / pool.links.bytes_per_s
@@ -71,6 +71,7 @@ def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | No
         forward_s=forward_s[:, :num_stages],
         backward_s=backward_s[:, :num_stages],
         loss_s=forward_s[:, -1] + backward_s[:, -1],
+        weight_s=weight_s[:, :num_stages],
         transfer_s=pool.links.latency_s + wire_s,
         wire_s=wire_s,
         slots=_slots(loads, num_stages, most_held, pool, job.batch.num_microbatches),

@@ -75,6 +75,7 @@ class Problem:
             where it is held already. None: all 0.
         chunks_per_worker: at most so many; None: as many as are needed if all hold equally many.
         is_split: backwards are an input op and a weight op each, but that of the loss of a LOOP.
+        weight_s: (num_workers, num_stages) part of `backward_s` that weight ops take; None: a usual share of it.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Problem:
     move_s: F64 | None = None
     chunks_per_worker: int | None = None
     is_split: bool = False
+    weight_s: F64 | None = None
 
     @property
     def num_workers(self) -> int:
@@ -135,7 +137,8 @@ class Problem:
     def op_s(self) -> F64:
         """(num_costs, num_workers, num_stages) seconds of an op, by whose seconds it takes (`skein.plan.ops.COSTS`)."""
         loss_s = np.broadcast_to(np.asarray(self.loss_s, np.float64)[:, None], self.forward_s.shape)
-        return np.array([cost.seconds(self.forward_s, self.backward_s, loss_s) for cost in COSTS], np.float64)
+        times = self.forward_s, self.backward_s, loss_s, self.weight_s
+        return np.array([cost.seconds(*times) for cost in COSTS], np.float64)
 
     @cached_property
     def visit_s(self) -> F64:

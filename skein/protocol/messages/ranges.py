@@ -82,7 +82,7 @@ _FIELDS = {
     ),
     BYTES: "num_bytes memory_bytes missing_bytes offset shape used most",
     SECONDS: (
-        "seconds forward_s backward_s loss_s latency_s running_s elapsed_s lease_s beat_s beat_age_s "
+        "seconds forward_s backward_s loss_s weight_s latency_s running_s elapsed_s lease_s beat_s beat_age_s "
         "measured_age_s link_s silent_s fenced_s step_s measured_step_s predicted_step_s lower_bound_s life_s"
     ),
     WALL: "wall_s submitted_wall_s opened_s origin_s waiting_since_wall_s since_s ends_s revoked_s",

@@ -90,7 +90,13 @@ class Timing:
         forward_s, backward_s, loss_s = (
             sum(median(kept[kind]) for kind in kinds if kind in kept) for kinds in _OF_COST
         )
-        return ChunkTime(chunk=chunk, forward_s=forward_s, backward_s=backward_s, loss_s=loss_s)
+        weight_s = median(kept[OpKind.WEIGHT]) if OpKind.WEIGHT in kept else 0.0
+        if loss_s > 0:
+            # The weight op of a loss is a part of it.
+            backward_s, loss_s = 0.0, loss_s + backward_s
+        return ChunkTime(
+            chunk=chunk, forward_s=forward_s, backward_s=backward_s, loss_s=loss_s, weight_s=weight_s
+        )
 
     def _transfer_time(self, peer: WorkerId) -> TransferTime:
         """Lower quartile of the times of the largest tensors: one that waits for others says little of its link."""

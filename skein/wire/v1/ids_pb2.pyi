@@ -623,9 +623,12 @@ class ChunkTime(_message.Message):
     FORWARD_S_FIELD_NUMBER: _builtins.int
     BACKWARD_S_FIELD_NUMBER: _builtins.int
     LOSS_S_FIELD_NUMBER: _builtins.int
+    WEIGHT_S_FIELD_NUMBER: _builtins.int
     forward_s: _builtins.float
     backward_s: _builtins.float
     loss_s: _builtins.float
+    weight_s: _builtins.float
+    """Of a split backward or loss: its weight op."""
     @_builtins.property
     def chunk(self) -> Global___ChunkRef: ...
     def __init__(
@@ -635,10 +638,11 @@ class ChunkTime(_message.Message):
         forward_s: _builtins.float = ...,
         backward_s: _builtins.float = ...,
         loss_s: _builtins.float = ...,
+        weight_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "chunk", b"chunk", "forward_s", b"forward_s", "loss_s", b"loss_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "chunk", b"chunk", "forward_s", b"forward_s", "loss_s", b"loss_s", "weight_s", b"weight_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

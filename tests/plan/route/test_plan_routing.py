@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from skein.config.job import JobSpec, PlanSpec
 from skein.plan.balanced import make_balanced_plan, pool_of
 from skein.plan.clock.timing import op_times
+from skein.plan.cut import cut
 from skein.plan.load import stage_loads
-from skein.plan.ops import OpKind
+from skein.plan.ops import WEIGHT_SHARE, OpKind
 from skein.plan.plan import Infeasible, Plan
 from skein.plan.route.evaluate import jittered_mean_s, timeline
 from skein.plan.route.job_problem import Posed, pose
@@ -76,6 +77,21 @@ def test_a_worker_that_was_measured_at_looking_up_embeddings_alone_is_as_fast_as
     assert loads[0].flops == 0
     lookup = StageTime(worker=on.workers[0].worker, stage=stages[0], forward_s=0.1, backward_s=0.1)
     measured = replace(on, stage_times=(lookup,))
-    forward_s, _ = op_times(measured, loads, pool_of(spec, measured))
+    forward_s, *_ = op_times(measured, loads, pool_of(spec, measured))
     assert forward_s[0, 0] == 0.1
     assert forward_s[0, 1] == forward_s[1, 1]
+
+
+def test_weights_take_the_share_of_a_backward_that_they_had_on_this_worker() -> None:
+    spec = job(stages=3, replicas=1, num_layers=4)
+    on = fleet([1e9, 1e9])
+    stages = cut(spec.layers, 3, spec.parallel.layout)
+    loads = stage_loads(spec, stages)
+    times = [
+        StageTime(worker=on.workers[0].worker, stage=stage, forward_s=1.0, backward_s=2.0, weight_s=weight_s)
+        for stage, weight_s in zip(stages, (0.9, None), strict=False)
+    ]
+    measured = replace(on, stage_times=tuple(times))
+    _, backward_s, weight_s = op_times(measured, loads, pool_of(spec, measured))
+    assert weight_s[0].tolist() == pytest.approx([0.9, 0.9, 0.45 * backward_s[0, 2]])
+    assert weight_s[1].tolist() == pytest.approx((WEIGHT_SHARE * backward_s[1]).tolist())

@@ -56,7 +56,8 @@ class Measured:
         visits: list[Visit] = []
         for time in report.chunks:
             is_possible = all(
-                0 <= seconds < inf for seconds in (time.forward_s, time.backward_s, time.loss_s)
+                0 <= seconds < inf
+                for seconds in (time.forward_s, time.backward_s, time.loss_s, time.total_s - time.weight_s)
             )
             if time.chunk in held and is_possible:
                 stage = stages[time.chunk.stage]
@@ -157,11 +158,17 @@ class Measured:
             time = own[stage]
             forward_s, backward_s = time.forward_s, time.backward_s
             if time.loss_s > 0:
-                forward_s = time.total_s * load.forward_flops / load.flops
-                backward_s = time.total_s - forward_s
+                forward_s = time.loss_s * load.forward_flops / load.flops
+                backward_s = time.loss_s - forward_s
             if forward_s > 0 and backward_s > 0:
                 found.append(
-                    StageTime(worker=worker, stage=stage, forward_s=forward_s, backward_s=backward_s)
+                    StageTime(
+                        worker=worker,
+                        stage=stage,
+                        forward_s=forward_s,
+                        backward_s=backward_s,
+                        weight_s=min(time.weight_s, backward_s) or None,
+                    )
                 )
         return tuple(found)
 
