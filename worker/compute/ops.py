@@ -331,15 +331,19 @@ class Compute:
             (stage,) = op.stages
             sent = self._exchanges.pack(op, self._held.chunks[stage])
             return {key: self._sent(sent[key.shard], (to,)) for to, key in op.parcels}
-        flats = {stage: self._held.chunks[stage].accumulator(op.group.group) for stage in op.stages}
-        bounds = {stage: shard_bounds(flat.numel(), op.group.num_shards) for stage, flat in flats.items()}
+        flat = self._sums_here(op.group)
+        bounds = shard_bounds(flat.numel(), op.group.num_shards)
         outputs: Outputs = {}
         for to, key in op.parcels:
-            start, stop = bounds[key.member.stage][key.shard]
-            flat = flats[key.member.stage]
+            start, stop = bounds[key.shard]
             part = {SHARD: flat[start:stop].to(self._wire_dtype(flat.dtype), copy=True)}
             outputs[key] = part if to == self._held.worker else pack(part)
         return outputs
+
+    def _sums_here(self, group: Group) -> Tensor:
+        """Sum of the accumulators of the group's members that are here; of one, that itself."""
+        flats = [self._chunk(x).accumulator(group.group) for x in group.members if self._is_mine(x)]
+        return flats[0] if len(flats) == 1 else sum_in_order(flats)
 
     def _wire_dtype(self, own: torch.dtype) -> torch.dtype:
         """Dtype in which sums of gradients travel: two bytes wide where the rule says so, else their own."""
@@ -364,7 +368,7 @@ class Compute:
                 joined = replace(joined, probe_loss=self._probed(chunk, flat, op.step))
             return joined
         if not op.results:
-            flat = chunk.accumulator(group.group)
+            flat = self._sums_here(group)
         else:
             shards = [unpack(operands[key], self.device)[SHARD] for key in op.results]
             flat = concatenated([shard.to(chunk.dtype) for shard in shards])

@@ -90,8 +90,7 @@ class ShardKind(StrEnum):
 class ShardTensor:
     """Shard of one reduction.
 
-    `member` is the contributing chunk (PART), the first one of the worker that added up (SUM), or the shard's owner
-    (RESULT).
+    `member` is the first chunk of the worker that contributes (PART) or added up (SUM), or the shard's owner (RESULT).
     """
 
     kind: ShardKind

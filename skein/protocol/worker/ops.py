@@ -156,14 +156,14 @@ class GroupOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackOp(GroupOp):
-    """Copy the group's accumulators of each local member into shards, filed as `parcels` say. Accumulators stay.
+    """Add up the group's accumulators of all local members, cut into shards that are filed as `parcels` say.
 
-    By the job's rule it comes after the rule's local step.
+    Accumulators stay. By the job's rule it comes after the rule's local step, of the one member that is here.
     """
 
     stages: tuple[StageIndex, ...]
     parcels: tuple[Parcel, ...]
-    """PART tensors and who adds them up, this worker or another; shards in which a member has no part are left out."""
+    """PART tensors and who adds them up, this worker or another; those that no member here shares in are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinOp(GroupOp):
-    """Put the group's `results` together (if none: take the only member's accumulators) and say what it is."""
+    """Put the group's `results` together (if none: add up what the members here have) and say what it is."""
 
     results: tuple[ShardTensor, ...] = ()
 

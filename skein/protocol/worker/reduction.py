@@ -6,7 +6,7 @@ the pattern's business (`skein.plan.agreeing.exchange`); ops name all that they 
 patterns.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from skein.plan.agreeing.exchange import (
@@ -68,7 +68,7 @@ class Exchange:
         if self._ways is not None:
             return Moves()
         ways = self._ways = _Ways(group, self.worker, self.step, self.attempt, exchange)
-        if len(group.members) == 1:
+        if len(group.workers) == 1:
             return Moves(ops=(ways.join(()),))
         self._sums = ways.sums()
         due = self._due_sums(sorted(self._arrived))
@@ -133,9 +133,9 @@ class _Ways:
 
     def pack(self) -> PackOp:
         parcels = tuple(
-            (self._workers[self._adder(owner, self._me)], self._tensor(ShardKind.PART, shard, member))
+            (self._workers[self._adder(owner, self._me)], part)
             for shard, owner in enumerate(self._owners)
-            for member in self._parts_of(shard, self._own)
+            for part in self._packed(shard, self._own)
         )
         stages = tuple(member.stage for member in self._own)
         return PackOp(
@@ -187,25 +187,22 @@ class _Ways:
         """Parts that are added up here, in order: what others have added up before what they and this worker pack."""
         pattern, owner = self._group.pattern, self._owners[shard]
         if not isinstance(pattern, Ring | Tree):
-            for member in self._group.contributors(shard):
-                yield self._tensor(ShardKind.PART, shard, member)
+            for worker in dict.fromkeys(member.worker for member in self._group.contributors(shard)):
+                yield from self._packed(shard, self._members[worker])
             return
         for place in sum_sources(pattern, len(self._workers), owner, self._me):
             members = self._members[self._workers[place]]
             if self._adder(owner, place) == place:
                 yield self._tensor(ShardKind.SUM, shard, members[0])
             else:
-                for member in members:
-                    yield self._tensor(ShardKind.PART, shard, member)
-        for member in self._own:
-            yield self._tensor(ShardKind.PART, shard, member)
+                yield from self._packed(shard, members)
+        yield from self._packed(shard, self._own)
 
-    def _parts_of(self, shard: int, members: tuple[ChunkRef, ...]) -> tuple[ChunkRef, ...]:
-        """Chunks of `members` whose parts make the shard."""
-        if not self._group.weights and not isinstance(self._group.pattern, Broadcast):
-            return members
-        contributors = self._group.contributors(shard)
-        return tuple(member for member in members if member in contributors)
+    def _packed(self, shard: int, members: Sequence[ChunkRef]) -> Iterator[ShardTensor]:
+        """The one part of a worker that holds `members`, named after the first; none where they make nothing of it."""
+        is_partial = self._group.weights or isinstance(self._group.pattern, Broadcast)
+        if not is_partial or not set(self._group.contributors(shard)).isdisjoint(members):
+            yield self._tensor(ShardKind.PART, shard, members[0])
 
     def _adder(self, owner: int, place: int) -> int:
         """Place that adds up the parts of a place: one that has only its own to add sends them on as they are."""

@@ -5,7 +5,7 @@ has a lineage: a hash over all that was ever applied. So "each visit of a path c
 "replicas are equal" can be checked at every update, independently of what the machines believe.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -332,26 +332,25 @@ class SimExecutor:
     def _pack(self, op: PackOp) -> None:
         held = max(self.times[stage].parameter_bytes for stage in op.stages)
         self._shard_bytes[op.group.group] = held // op.group.num_shards
+        offered = self._offered(op)
         for _, tensor in op.parcels:
-            self._outputs[tensor] = self._shard(op, self._offered(op, tensor.member.stage))
+            self._outputs[tensor] = self._shard(op, offered)
 
-    def _offered(self, op: PackOp | JoinOp, stage: StageIndex) -> Contributions:
-        """Contributions that a chunk here gives to a reduction or exchange."""
+    def _offered(self, op: PackOp | JoinOp) -> Contributions:
+        """Contributions that the members here give to a reduction or exchange."""
         taken_at = None if op.exchange is None else op.exchange.taken_at
-        chunk = self.chunks[stage]
+        stages = [member.stage for member in op.group.members if member.worker == self.worker]
         if taken_at is None:
-            return dict(chunk.accumulated)
+            return _added(self.chunks[stage].accumulated for stage in stages)
+        (stage,) = stages
+        chunk = self.chunks[stage]
         if chunk.version != taken_at:
             raise Violated(f"{self.worker} is to give what it has at {taken_at}, and is at {chunk.version}")
         place = op.group.members.index(ChunkRef(stage=stage, worker=self.worker))
         return taken_by(place, taken_at, stage)
 
     def _sum(self, op: SumOp) -> None:
-        total: Contributions = {}
-        for part in op.parts:
-            for key, count in self._contributed(part).items():
-                total[key] = total.get(key, 0) + count
-        self._outputs[op.total] = self._shard(op, total)
+        self._outputs[op.total] = self._shard(op, _added(self._contributed(part) for part in op.parts))
 
     def _shard(self, op: PackOp | SumOp, contributions: Contributions) -> Payload:
         return Payload(self._shard_bytes[op.group.group], contributions)
@@ -363,8 +362,8 @@ class SimExecutor:
 
     def _join(self, op: JoinOp) -> Joined:
         group = op.group
-        if len(group.members) == 1:
-            result = self._offered(op, group.members[0].stage)
+        if not op.results:
+            result = self._offered(op)
         else:
             shards = [self._contributed(tensor) for tensor in op.results]
             if any(shard != shards[0] for shard in shards):
@@ -421,6 +420,14 @@ class SimExecutor:
         for chunk in self.chunks.values():
             chunk.accumulated.clear()
             chunk.begun_at = version
+
+
+def _added(parts: Iterable[Contributions]) -> Contributions:
+    total: Contributions = {}
+    for part in parts:
+        for key, count in part.items():
+            total[key] = total.get(key, 0) + count
+    return total
 
 
 def _digest(result: Contributions) -> str:

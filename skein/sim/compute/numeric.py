@@ -10,6 +10,7 @@ Shapes: B samples of a microbatch, D features.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from skein import rng
 from skein.config.job import JobSpec
 from skein.model.reduced import names_by_group
 from skein.numeric.sketch import SKETCH_LENGTH
+from skein.plan.plan import Group
 from skein.protocol.messages.directives import Assign, ChunkAssignment
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import (
@@ -266,23 +268,22 @@ class NumericExecutor(SimExecutor, ABC):
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def _pack_values(self, op: PackOp) -> None:
-        split = {
-            stage: np.array_split(self.sums(op.group.group, stage), op.group.num_shards)
-            for stage in op.stages
-        }
+        split = np.array_split(self._sums_here(op.group), op.group.num_shards)
         for _, tensor in op.parcels:
-            self._give(tensor, split[tensor.member.stage][tensor.shard])
+            self._give(tensor, split[tensor.shard])
+
+    def _sums_here(self, group: Group) -> F64:
+        """Sums that the members here contribute to a group, added up."""
+        mine = (member for member in group.members if member.worker == self.worker)
+        return reduce(np.add, (self.sums(group.group, member.stage) for member in mine))
 
     def _sum_values(self, op: SumOp) -> None:
-        total, *parts = (self._values(tensor) for tensor in op.parts)
-        for part in parts:
-            total = total + part
-        self._give(op.total, total)
+        self._give(op.total, reduce(np.add, (self._values(tensor) for tensor in op.parts)))
 
     def _join_values(self, op: JoinOp) -> Joined:
         group = op.group
-        if len(group.members) == 1:
-            result = self.sums(group.group, group.members[0].stage)
+        if not op.results:
+            result = self._sums_here(group)
         else:
             result = np.concatenate([self._values(tensor) for tensor in op.results])
         self._results[group.group, op.attempt] = result
