@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from skein.config.job import JobSpec
 from skein.plan.cut import cut
 from skein.plan.load import stage_loads
+from skein.plan.ops import WEIGHT_SHARE
 
 _CITIES = Path(__file__).with_name("cities.json")
 _GIB = 2**30
@@ -46,11 +47,15 @@ class Relays(_File):
 
 
 class OpTimes(_File):
-    """Seconds of the ops on one microbatch, by stage; `loss_s` of a stage at which paths end."""
+    """Seconds of the ops on one microbatch, by stage; `loss_s` of a stage at which paths end.
+
+    Weight ops take `weight_s` of a backward or loss.
+    """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     loss_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
 
 
 class EmulatedWorker(_File):
@@ -130,6 +135,7 @@ def op_times(job: JobSpec, flops_per_s: float) -> OpTimes:
         forward_s=tuple(load.forward_flops / flops_per_s for load in loads),
         backward_s=tuple(load.backward_flops / flops_per_s for load in loads),
         loss_s=tuple(load.flops / flops_per_s for load in loads),
+        weight_s=tuple(WEIGHT_SHARE * load.backward_flops / flops_per_s for load in loads),
     )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from bench.emulated.fleet import WORKER_HOST, EmulatedWorker, OpTimes
 from bench.stub import run_stub
-from skein.protocol.worker.ops import ApplyOp, BackwardOp, ForwardOp, LossOp, Op, TensorKey
+from skein.protocol.worker.ops import ApplyOp, ComputeOp, Op, TensorKey
 from skein.topology.fleet import Profile
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload
@@ -30,15 +30,12 @@ _POLL_S = 0.05
 
 def seconds_of(op: Op, times: OpTimes) -> float:
     """How long an op is to take; what is not work on a microbatch takes its own time."""
-    match op:
-        case ForwardOp():
-            return times.forward_s[op.chunk.stage]
-        case BackwardOp():
-            return times.backward_s[op.path.hops[op.hop].stage]
-        case LossOp():
-            return times.loss_s[op.chunk.stage]
-        case _:
-            return 0.0
+    if not isinstance(op, ComputeOp):
+        return 0.0
+    at = op.chunk.stage
+    return op.kind.row.cost.seconds(
+        times.forward_s[at], times.backward_s[at], times.loss_s[at], times.weight_s[at]
+    )
 
 
 class EmulatedCompute(Compute):

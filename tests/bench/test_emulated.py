@@ -157,7 +157,7 @@ def test_transfers_take_what_the_reference_computes_times_the_scale() -> None:
 
 # --- ops ---
 
-TIMES = OpTimes(forward_s=(1.0, 2.0), backward_s=(3.0, 4.0), loss_s=(5.0, 6.0))
+TIMES = OpTimes(forward_s=(1.0, 2.0), backward_s=(3.0, 4.0), loss_s=(5.0, 6.0), weight_s=(1.0, 1.5))
 HOPS = Hops(hops=tuple(ChunkRef(stage=StageIndex(s), worker=WorkerId("w0")) for s in (0, 1)))
 
 
