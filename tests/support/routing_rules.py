@@ -48,7 +48,7 @@ def _holders(problem: Problem, routing: Routing) -> Iterator[str]:
     for (stage, worker), count in sorted(held.items()):
         if count > 1:
             yield f"worker {worker} holds stage {stage} {count} times"
-    most = problem.chunks_per_worker or -(-problem.num_chunks // problem.num_workers)
+    most = problem.most_chunks
     for worker, count in enumerate(np.bincount(routing.worker_of, minlength=problem.num_workers)):
         if count > most:
             yield f"worker {worker} holds {count} chunks, may hold {most}"

@@ -1,13 +1,14 @@
 """Problems so small that all routings can be tried: up to six workers and six microbatches, of every kind."""
 
 import math
+from collections.abc import Iterable
 from functools import cache
 
 import numpy as np
 
 from skein.plan.route.problem import Problem
 from skein.types import Layout
-from tests.support.exact import Optimum, optimum, stage_walks
+from tests.support.exact import Optimum, TooLongError, optimum, stage_walks
 from tests.support.extent import part
 
 SEEDS = part(range(80), every=16)
@@ -59,16 +60,60 @@ def tiny(seed: int) -> Problem:
     )
 
 
+CHUNKED_SEEDS = part(range(210), every=7)
+"""Of them 200 are solved, or more."""
+
+
+def chunked(seed: int) -> Problem:
+    """A drawn problem of two or three workers with up to two chunks each, without skips; every other one is split."""
+    luck = np.random.default_rng([seed, 2])
+    layout = (Layout.LOOP, Layout.LINE)[int(luck.integers(2))]
+    num_workers = int(luck.integers(2, 4))
+    num_stages = int(luck.integers(num_workers, 5))
+    forward_s = np.ones((num_workers, num_stages))
+    if luck.random() < 0.5:
+        forward_s = luck.choice([0.5, 1.0, 2.0], (num_workers, 1)) * luck.choice([1.0, 1.5], num_stages)
+    backward_s = forward_s * luck.choice([1.0, 2.0])
+    links_s = np.round(luck.random((num_workers, num_workers)) * luck.choice([0.0, 0.0, 0.3, 1.0]), 2)
+    np.fill_diagonal(links_s, 0.0)
+    return Problem(
+        name=f"chunked {seed}",
+        layout=layout,
+        stage_sizes=(1,) * num_stages,
+        path_len=num_stages,
+        num_by_origin=(int(luck.integers(2, 5)),),
+        max_swaps=0,
+        max_jump=1,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        loss_s=forward_s[:, -1] + backward_s[:, -1],
+        transfer_s=links_s,
+        wire_s=np.zeros_like(links_s),
+        slots=np.full((num_workers, num_stages), int(luck.choice([1, 2, 4]))),
+        chunks_per_worker=2,
+        is_split=seed % 2 == 1,
+    )
+
+
 @cache
 def solved() -> tuple[tuple[Problem, Optimum | None], ...]:
     """Tiny problems with their optima: all of `SEEDS` but those that would take more than a fifth of a second each."""
+    return _solved(problem for problem in map(tiny, SEEDS) if _num_cases(problem) <= _MOST_CASES)
+
+
+@cache
+def solved_chunked() -> tuple[tuple[Problem, Optimum | None], ...]:
+    """Those of several chunks with their optima, but for the same."""
+    return _solved(map(chunked, CHUNKED_SEEDS))
+
+
+def _solved(problems: Iterable[Problem]) -> tuple[tuple[Problem, Optimum | None], ...]:
     found: list[tuple[Problem, Optimum | None]] = []
-    for problem in map(tiny, SEEDS):
-        if _num_cases(problem) <= _MOST_CASES:
-            try:
-                found.append((problem, optimum(problem, most_steps=_MOST_STEPS)))
-            except ValueError:
-                continue
+    for problem in problems:
+        try:
+            found.append((problem, optimum(problem, most_steps=_MOST_STEPS)))
+        except TooLongError:
+            continue
     return tuple(found)
 
 

@@ -110,6 +110,11 @@ class Problem:
         return sum(self.stage_sizes)
 
     @property
+    def most_chunks(self) -> int:
+        """Chunks that a worker may hold."""
+        return self.chunks_per_worker or -(-self.num_chunks // self.num_workers)
+
+    @property
     def num_microbatches(self) -> int:
         return sum(self.num_by_origin)
 

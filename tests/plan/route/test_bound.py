@@ -6,6 +6,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
+from skein.plan.ops import WEIGHT_SHARE
 from skein.plan.plan import Infeasible
 from skein.plan.route.bounds.bound import Effort, lower_bound, reduce_least_s
 from skein.plan.route.bounds.lots import Tariff, alone_s, cheapest_lots
@@ -15,9 +16,12 @@ from skein.plan.route.problem import Problem
 from skein.plan.route.search import Search
 from skein.types import Layout
 from tests.plan.route.problems import drawn, group_s
+from tests.plan.schedules.builders import share, uniform
 from tests.support.exact import stage_walks
 from tests.support.extent import part
-from tests.support.tiny_problems import SEEDS, feasible, tiny
+from tests.support.routing_rules import violations
+from tests.support.scheduling.table import GENERATORS
+from tests.support.tiny_problems import CHUNKED_SEEDS, SEEDS, feasible, solved_chunked, tiny
 
 BOTH = (Layout.LOOP, Layout.LINE)
 
@@ -34,6 +38,54 @@ def test_no_bound_is_above_the_optimum_and_more_effort_never_proves_less() -> No
     # A few are far off, where stages are few and equal use binds; on the whole the bounds are close.
     assert np.median(ratios) < 1.05
     assert sum(ratio < 1.001 for ratio in ratios) > len(ratios) / 4
+
+
+def test_no_bound_is_above_the_optimum_of_several_chunks_and_split_backwards() -> None:
+    compared = [(problem, best) for problem, best in solved_chunked() if best is not None]
+    assert len(compared) >= len(CHUNKED_SEEDS) * 20 // 21
+    ratios = []
+    for problem, best in compared:
+        assert violations(problem, best.routing) == (), problem.name
+        assert timeline(problem, best.routing).makespan_s == pytest.approx(best.makespan_s), problem.name
+        bound = lower_bound(problem)
+        assert bound.makespan_s <= best.makespan_s, (problem.name, bound.parts)
+        ratios.append(best.makespan_s / bound.makespan_s)
+    # Steps of two or three microbatches over far links are mostly trips, of which no more than the shortest counts.
+    assert np.median(ratios) < 1.3
+
+
+@pytest.mark.parametrize("num_workers", [4, 8])
+@pytest.mark.parametrize("num_chunks", [2, 4])
+@pytest.mark.parametrize(
+    ("is_split", "names"), [(False, ["interleaved"]), (True, ["interleaved_zb", "zb_v"])]
+)
+def test_named_orders_of_equal_workers_in_a_site_are_close_to_the_bound(
+    num_workers: int, num_chunks: int, names: list[str], *, is_split: bool
+) -> None:
+    each = share(1.0, 2 * (1 - WEIGHT_SHARE), 2 * WEIGHT_SHARE)
+    takes_s = min(
+        uniform(name, num_workers, 8, num_chunks, each=each).makespan_s
+        for name in names
+        if GENERATORS[name].num_chunks in (None, num_chunks)
+    )
+    stages = (num_workers, num_workers * num_chunks)
+    problem = Problem(
+        name="in a site",
+        layout=Layout.LINE,
+        stage_sizes=(1,) * stages[1],
+        path_len=stages[1],
+        num_by_origin=(8,),
+        max_swaps=0,
+        max_jump=1,
+        forward_s=np.full(stages, 1.0 / num_chunks),
+        backward_s=np.full(stages, 2.0 / num_chunks),
+        loss_s=np.full(num_workers, 3.0 / num_chunks),
+        transfer_s=np.zeros((num_workers, num_workers)),
+        wire_s=np.zeros((num_workers, num_workers)),
+        slots=np.full(stages, 8),
+        is_split=is_split,
+    )
+    assert 1.0 <= takes_s / lower_bound(problem).makespan_s < 1.15
 
 
 def test_a_known_plan_ends_the_looking_and_not_the_truth() -> None:

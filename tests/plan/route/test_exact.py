@@ -14,7 +14,7 @@ from skein.plan.route.rounds import slices
 from skein.plan.route.search import Search
 from skein.types import Layout
 from tests.plan.route.problems import ops_of
-from tests.support.exact import optimum
+from tests.support.exact import TooLongError, optimum
 from tests.support.routing_rules import violations
 from tests.support.tiny_problems import SEEDS, feasible, tiny
 
@@ -170,7 +170,5 @@ def test_what_is_not_searched_is_refused() -> None:
     problem = tiny(0)
     with pytest.raises(ValueError, match="links that can be busy"):
         optimum(replace(problem, wire_s=problem.transfer_s))
-    with pytest.raises(ValueError, match="several chunks"):
-        optimum(replace(problem, chunks_per_worker=2))
-    with pytest.raises(ValueError, match="steps do not suffice"):
+    with pytest.raises(TooLongError, match="steps do not suffice"):
         optimum(tiny(6), most_steps=10)

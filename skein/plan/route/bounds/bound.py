@@ -8,6 +8,7 @@ Each part is a proof of its own; the bound is the largest. What they rest on:
 - *origin's slots*: `skein.plan.route.bounds.lots`, with the shortest trip for every microbatch.
 - *work of a stage*: between the first forward's arrival and the last backward's way home a worker has time for a whole
   number of visits; those of the best n_s workers must be as many as the stage has.
+- *work of all stages*, *of the last workers*: `skein.plan.route.bounds.shared`, for any number of chunks on a worker.
 - *lots*: `skein.plan.route.bounds.program`; with origins decided, a branch and bound over who is an origin.
 - *aggregation*: the last backward of all is at stage 0, whose holders reduce then, over links no better than the best
   group has; another stage's last backward ends no earlier than its work allows.
@@ -22,7 +23,8 @@ import numpy as np
 from skein.plan.route.bounds.catalogue import catalogue, longest_s
 from skein.plan.route.bounds.lots import alone_s
 from skein.plan.route.bounds.program import Program
-from skein.plan.route.bounds.trips import FAR, Trips, trips_of
+from skein.plan.route.bounds.shared import shared_parts
+from skein.plan.route.bounds.trips import FAR, Trips, least_visits, trips_of
 from skein.plan.route.problem import F64, Problem, Reduction
 
 _TOLERANCE = 1e-9
@@ -147,7 +149,7 @@ def simple_parts(problem: Problem, trips: Trips) -> list[tuple[str, float]]:
         ("origin's slots", lambda count: alone_s(trips, trip_s, count)),
     ]
     work = [(f"work of stage {s}", x) for s, x in stage_ends(problem, trips, tail_s=trips.tail_s())]
-    work.append(("work of all stages", _shared_s(problem, trips)))
+    work += shared_parts(problem, trips)
     if not trips.num_hops:  # one stage that keeps nothing from forward to backward: all ops are losses
         return work
     return [*((name, _of_origins(problem, seconds)) for name, seconds in chains), *work]
@@ -194,37 +196,6 @@ def stage_ends(problem: Problem, trips: Trips, *, tail_s: F64 | None = None) -> 
     return found
 
 
-def _shared_s(problem: Problem, trips: Trips) -> float:
-    """Least end of a step in which all workers do all stages' work together, each at its fastest holder's speed.
-
-    Whoever holds no chunk of stage 0 waits for a first input and, where backwards are whole, is done before the
-    gradients are back. Any number of chunks may be on one worker.
-    """
-    is_line = not problem.layout.comes_back
-    work_s = 0.0
-    for stage in range(problem.num_stages):
-        is_last = is_line and stage == problem.num_stages - 1
-        visit_s = (problem.last_visit_s if is_last else problem.visit_s)[:, stage]
-        can = np.ones(problem.num_workers, bool) if is_last else problem.slots[:, stage] > 0
-        work_s += least_visits(problem, stage) * float(visit_s[can].min(initial=FAR))
-    if not is_line:
-        work_s += problem.num_microbatches * float(problem.loss_s.min())
-    away_s = np.sort(trips.head_s() + (0.0 if problem.is_split else trips.tail_s()))
-    # Those who would wait longest may be the ones that begin paths.
-    waits_s = np.concatenate([np.zeros(problem.stage_sizes[0]), away_s])[: problem.num_workers]
-    # With the first k at work until T, their time is k T less what they wait.
-    ends_s = (work_s + np.cumsum(waits_s)) / np.arange(1, problem.num_workers + 1)
-    return float(ends_s.min())
-
-
-def least_visits(problem: Problem, stage: int) -> int:
-    """Least visits of a stage in any plan: skippable ones are alike, but which of them has one more is free."""
-    if stage not in problem.skippable:
-        return problem.num_microbatches
-    fixed = problem.num_stages - len(problem.skippable)
-    return problem.num_microbatches * (problem.path_len - fixed) // len(problem.skippable)
-
-
 def _least_window(visit_s: F64, around_s: F64, num_holders: int, num_visits: int) -> float:
     """The least T in which the `num_holders` most able workers fit `num_visits` visits into T - `around_s`."""
     if not num_visits or not len(visit_s):
@@ -252,10 +223,7 @@ def reduce_least_s(problem: Problem, reduction: Reduction, stage: int) -> float:
     if stage or reduction.tied_bytes == 0:
         return own_s
     first, last = problem.stage_sizes[0], problem.stage_sizes[-1]
-    is_apart = problem.chunks_per_worker == 1 or (
-        problem.chunks_per_worker is None and problem.num_chunks <= problem.num_workers
-    )
-    size = first + last if is_apart else max(first, last)
+    size = first + last if problem.most_chunks == 1 else max(first, last)
     return max(own_s, _among_least_s(problem, reduction, size, reduction.tied_bytes))
 
 

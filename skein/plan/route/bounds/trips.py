@@ -129,8 +129,7 @@ class Trips:
 
 def trips_of(problem: Problem) -> Trips:
     """The trips of `problem`."""
-    most_chunks = problem.chunks_per_worker or -(-problem.num_chunks // problem.num_workers)
-    is_single = most_chunks == 1
+    is_single = problem.most_chunks == 1
     link_s = problem.transfer_s.copy()
     if is_single:
         np.fill_diagonal(link_s, FAR)
@@ -172,6 +171,14 @@ def stages_at(problem: Problem) -> tuple[tuple[int, ...], ...]:
         alive = {key for key in layer if _nexts(key, problem, top) & alive}
         found.append(_of(layer, alive))
     return tuple(reversed(found))
+
+
+def least_visits(problem: Problem, stage: int) -> int:
+    """Least visits of a stage in any plan: skippable ones are alike, but which of them has one more is free."""
+    if stage not in problem.skippable:
+        return problem.num_microbatches
+    fixed = problem.num_stages - len(problem.skippable)
+    return problem.num_microbatches * (problem.path_len - fixed) // len(problem.skippable)
 
 
 def _nexts(key: tuple[int, bool, int], problem: Problem, top: int) -> set[tuple[int, bool, int]]:

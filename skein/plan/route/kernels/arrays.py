@@ -173,7 +173,7 @@ def _solid(values: F64) -> F64:
 
 def num_seats(problem: Problem) -> int:
     """Seats for chunks: equally many on each worker."""
-    return problem.num_workers * (problem.chunks_per_worker or -(-problem.num_chunks // problem.num_workers))
+    return problem.num_workers * problem.most_chunks
 
 
 def state(problem: Problem, worker_of: I64, path: I64, sequence: I64 | None = None) -> State:
