@@ -21,6 +21,7 @@ from skein.protocol.messages.ways import Ways
 from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.keeping.desk import is_logged, key_of
 from skein.protocol.worker.ops import ApplyOp, OpFailed, TensorKey
+from skein.protocol.worker.pipeline import Occupancy
 from skein.protocol.worker.worker import Worker
 from skein.storage.outside import Outside
 from skein.topology.fleet import Profile
@@ -182,10 +183,10 @@ class WorkerDriver:
         tell_report(report)
         if isinstance(report, Beat):
             pipeline = self._machine.pipeline
-            in_flight, depths = (
-                (0, {}) if pipeline is None else (pipeline.num_in_flight, pipeline.queue_depths)
+            occupancy, depths = (
+                (Occupancy(), {}) if pipeline is None else (pipeline.occupancy, pipeline.queue_depths)
             )
-            self._metrics.queues(in_flight, depths, self._desk.num_bytes)
+            self._metrics.queues(occupancy, depths, self._desk.num_bytes)
             # An op that others keep from the processors is not stuck.
             running_s = max(0.0, report.running_s - self._executor.waited_s)
             report = replace(report, running_s=running_s, statistics=self._metrics.counts())

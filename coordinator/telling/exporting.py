@@ -57,6 +57,17 @@ RE_EXPORTED = (
     ReExport("skein_worker_step_seconds", SummaryMetricFamily, "From one update to the next"),
     ReExport("skein_worker_bubble_ratio", GaugeMetricFamily, "Share of the last step without an op"),
     ReExport("skein_worker_in_flight_microbatches", GaugeMetricFamily, "Microbatches that hold a slot"),
+    ReExport(
+        "skein_worker_peak_in_flight_microbatches",
+        GaugeMetricFamily,
+        "Most microbatches that held a slot at once in the newest step",
+    ),
+    ReExport("skein_worker_slots", GaugeMetricFamily, "Microbatches that may hold a slot, as planned"),
+    ReExport(
+        "skein_worker_pending_microbatches",
+        GaugeMetricFamily,
+        "Microbatches whose weight gradients are put aside",
+    ),
     ReExport("skein_worker_queued_ops", GaugeMetricFamily, "Ops that could run", _BY_KIND),
     ReExport("skein_worker_payload_bytes", GaugeMetricFamily, "Tensors that are filed"),
     ReExport("skein_worker_refusals", CounterMetricFamily, "Tensors that were refused", _BY_REASON),

@@ -227,8 +227,16 @@ _WORKERS = Row(
         ),
         Panel(
             title="Microbatches in flight",
-            about="Between their forward and their backward pass, on each worker.",
-            queries=(_query("skein_worker_in_flight_microbatches", "{{worker}}"),),
+            about="Most at once between their forward and their backward pass in the newest step, as planned and held.",
+            queries=(
+                _query("skein_worker_slots", "{{worker}}, planned"),
+                _query("skein_worker_peak_in_flight_microbatches", "{{worker}}"),
+            ),
+        ),
+        Panel(
+            title="Weight gradients put aside",
+            about="Microbatches that wait for their weight op, where backwards are split.",
+            queries=(_query("skein_worker_pending_microbatches", "{{worker}}"),),
         ),
         Panel(
             title="Ops that wait, by kind",

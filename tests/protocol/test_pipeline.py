@@ -12,7 +12,7 @@ from skein.protocol.coordinator.runs.placing.sources import Sources, assignments
 from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin, SourceKind, StateSource
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.ops import BackwardOp, ForwardOp, InputOp, Loss, LossOp, VisitOp
-from skein.protocol.worker.pipeline import Pipeline
+from skein.protocol.worker.pipeline import Occupancy, Pipeline
 from skein.types import ChunkRef, JobId, Layout, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.drawn import carried_out, random_plan, shuffled
 from tests.support.extent import part
@@ -306,6 +306,28 @@ def test_queue_depths_are_told_by_kind() -> None:
         "weight": 0,
         "loss_input": 0,
     }
+
+
+def test_what_holds_a_slot_is_told_with_the_most_of_the_newest_step() -> None:
+    machine = machine_of("b", "F1.1 F1.2 I1.1 W1.1 I1.2 W1.2", slots=3)
+    way = replace(path(chunk(0, "a"), chunk(1, "b"), chunk(2, "c")), split=(1,))
+    assert machine.occupancy == Occupancy(slots=3)
+    for microbatch in (1, 2):
+        machine.arrive(forward(microbatch, 1, way))
+    run_ready(machine)
+    machine.arrive(backward(1, 1, way))
+    started = machine.next_op()
+    assert started is not None
+    machine.end(started, None)
+    assert machine.occupancy == Occupancy(in_flight=2, peak=2, slots=3, pending=1)
+    run_ready(machine)
+    machine.arrive(backward(2, 1, way))
+    run_ready(machine)
+    assert machine.occupancy == Occupancy(peak=2, slots=3)
+    machine.advance(Step(1))
+    assert machine.occupancy == Occupancy(peak=2, slots=3)
+    machine.advance(Step(2))
+    assert machine.occupancy == Occupancy(slots=3)
 
 
 # --- whole plans ---

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from skein.plan.ops import OpKind
 from skein.protocol.messages.reports import Count
+from skein.protocol.worker.pipeline import Occupancy
 from skein.types import WorkerId
 from skein.wire.channel import Lane
 from skein.wire.relay.switchboard import Switchboard
@@ -118,6 +119,11 @@ class WorkerMetrics:
             "skein_worker_bubble_ratio", "Share of the last step in which no op ran"
         )
         self._in_flight = new_gauge("skein_worker_in_flight_microbatches", "Microbatches that hold a slot")
+        about = "Most microbatches that held a slot at once in the newest step"
+        self._peak_in_flight = new_gauge("skein_worker_peak_in_flight_microbatches", about)
+        self._slots = new_gauge("skein_worker_slots", "Microbatches that may hold a slot, as planned")
+        about = "Microbatches whose weight gradients are put aside"
+        self._pending = new_gauge("skein_worker_pending_microbatches", about)
         self._queued = new_gauge("skein_worker_queued_ops", "Ops that could run, by kind", ["kind"])
         self._payload_bytes = new_gauge(
             "skein_worker_payload_bytes", "Boundary tensors and shards that are filed"
@@ -165,9 +171,12 @@ class WorkerMetrics:
         """The time until the next update is no step's."""
         self._step_began = None
 
-    def queues(self, in_flight: int, depth_by_kind: Mapping[str, int], payload_bytes: int) -> None:
+    def queues(self, occupancy: Occupancy, depth_by_kind: Mapping[str, int], payload_bytes: int) -> None:
         """Set how much waits now; a kind that is not named has nothing."""
-        self._in_flight.set(in_flight)
+        self._in_flight.set(occupancy.in_flight)
+        self._peak_in_flight.set(occupancy.peak)
+        self._slots.set(occupancy.slots)
+        self._pending.set(occupancy.pending)
         for kind in _COMPUTE_KINDS:
             self._queued.labels(kind).set(depth_by_kind.get(kind, 0))
         self._payload_bytes.set(payload_bytes)

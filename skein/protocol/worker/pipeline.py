@@ -145,6 +145,18 @@ class _Chunk:
         self.ledger.append(microbatch)
 
 
+class Occupancy(NamedTuple):
+    """Numbers of microbatches at a worker: that hold a slot, held one at once in the newest step, and may.
+
+    `pending` wait for their weight op.
+    """
+
+    in_flight: int = 0
+    peak: int = 0
+    slots: int = 0
+    pending: int = 0
+
+
 class Pipeline:
     """The compute ops of one worker under one generation. It knows one step at a time, `step`."""
 
@@ -160,6 +172,8 @@ class Pipeline:
         self._evaluation_losses: list[tuple[MicrobatchId, int, Path]] = []
         self._evaluating = Phase.EVALUATE
         self._seen: set[object] = set()
+        self._peak = 0
+        self._peak_before = 0
 
     def resume(self, carried: Mapping[StageIndex, Carried], schedule: Schedule) -> None:
         """Go on with a step: `carried` is what stays of each chunk's, `schedule` names the ops that are left."""
@@ -184,6 +198,17 @@ class Pipeline:
     def num_in_flight(self) -> int:
         """Microbatches that hold a slot here."""
         return sum(chunk.in_flight for chunk in self._chunks.values())
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """Occupancy at the moment."""
+        chunks = self._chunks.values()
+        return Occupancy(
+            in_flight=self.num_in_flight,
+            peak=max(self._peak, self._peak_before),
+            slots=sum(chunk.slots for chunk in chunks),
+            pending=sum(len(_pending(chunk.held)) for chunk in chunks),
+        )
 
     def slots_taken(self) -> Iterator[tuple[int, int]]:
         """Numbers of slots at each chunk here: how many are taken, and how many there are."""
@@ -261,6 +286,7 @@ class Pipeline:
         listed_op, chunk = min(due, key=lambda pair: pair[0].position)
         op = listed_op.op
         hop, path = chunk.begin_op(listed_op)
+        self._peak = max(self._peak, self.num_in_flight)
         return COMPUTE_OPS[op.kind](
             phase=Phase.TRAIN, step=self.step, microbatch=op.microbatch, hop=hop, path=path
         )
@@ -311,6 +337,7 @@ class Pipeline:
         """The step before `step` is committed: empty ledgers, the next step's numbers."""
         self.step = step
         self._seen.clear()
+        self._peak, self._peak_before = 0, self._peak
         for chunk in self._chunks.values():
             chunk.clear()
             chunk.evaluation_losses.clear()
