@@ -83,7 +83,11 @@ class Absence:
     def is_dead(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether somebody has seen the death of this process."""
         known = self._known.get(incarnation)
-        return self._newest.get(worker, incarnation) != incarnation or (known is not None and known.is_dead)
+        return self.is_replaced(worker, incarnation) or (known is not None and known.is_dead)
+
+    def is_replaced(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """Whether another process has come under the name of this one since, which so is taken for dead."""
+        return self._newest.get(worker, incarnation) != incarnation
 
     def seen_at(self, incarnation: Incarnation) -> float | None:
         """Time when a peer reached this process last, or else when it was lost; None: it was not here yet."""

@@ -61,11 +61,17 @@ class Streams:
     # --- who hears whom ---
 
     def within_reach(self) -> Iterator[FoundStage]:
-        """Stages held by processes that hear the coordinator, or may do so again in time."""
+        """Stages held by processes that hear the coordinator, or may do so again in time.
+
+        Whose name another process took, when it was silent, is none of them.
+        """
         coordinator = self._service.coordinator
         for name, worker in self._workers.items():
             incarnation = worker.machine.identity.incarnation
-            is_refused = coordinator is not None and coordinator.membership.is_refused(incarnation)
+            is_refused = coordinator is not None and (
+                coordinator.membership.is_refused(incarnation)
+                or coordinator.absence.is_replaced(name, incarnation)
+            )
             if is_refused or not self._reach.counts(incarnation, now=self._clock.now):
                 continue
             for chunk in worker.executor.chunks.values():
