@@ -26,7 +26,8 @@ RESUMED = "after DirectiveArrived Assign resumed"
 class Point:
     """Where a holder of `stage` ends (None: the spare, when it gets a place), and who has to die before that.
 
-    `companion`: a holder of this stage is killed first, with its share of the step nearly done.
+    `companion`: a holder of this stage is killed first, with its share of the step nearly done. `is_split`: in a job
+    whose backwards are.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Point:
     turns: int = 0
     companion: int | None = None
     replicas: int = 2
+    is_split: bool = False
 
     def orders(self, *, freezes: bool) -> Orders:
         return Orders(at=self.at, nth=self.nth, turns=self.turns, how="freeze" if freezes else "kill")
@@ -50,6 +52,9 @@ POINTS = (
     Point(name="inside-backward", at=("inside Backward",), stage=FIRST, nth=2),
     Point(name="accumulated", at=("ended Loss",), stage=LAST, nth=2),
     Point(name="dy-leaving", at=("after SendTensor backward",), stage=LAST, nth=2, turns=2),
+    Point(name="input-done", at=("ended Input",), stage=FIRST, nth=2, is_split=True),
+    Point(name="loss-put-aside", at=("ended LossInput",), stage=LAST, nth=2, is_split=True),
+    Point(name="before-weight", at=("after OpEnded Input",), stage=FIRST, nth=2, is_split=True),
     Point(name="before-done", at=("before SendReport StageDone",), stage=LAST),
     Point(name="adopted", at=("before SendReport Ack",), stage=FIRST, companion=LAST),
     Point(name="acknowledged", at=("after SendReport Ack",), stage=LAST, turns=3, companion=FIRST),
@@ -81,7 +86,15 @@ POINTS = (
 FROZEN = tuple(p for p in POINTS if p.name in ("inside-backward", "adopted", "before-vote", "inside-apply"))
 BRIEF = ("serving-x", "silent-current")
 """What `make test` tries: while the work of one who died before is taken over, and beside the step."""
-COVERING = ("inside-backward", *BRIEF, "first-replayed", "result-leaving", "inside-apply")
+COVERING = (
+    "inside-backward",
+    "input-done",
+    "loss-put-aside",
+    *BRIEF,
+    "first-replayed",
+    "result-leaving",
+    "inside-apply",
+)
 """What is tried before a change is taken: within a step, after a death, at its end, beside it. `make matrix`: all."""
 TRIED = tuple(
     pytest.param(p, id=p.name, marks=() if p.name in BRIEF else pytest.mark.long)
@@ -110,9 +123,11 @@ def wait_for_end(cluster: SharedCluster, name: str, is_over: threading.Event) ->
     return is_dead
 
 
-def job_of(name: str, text: Path, *, replicas: int = 2) -> JobSpec:
+def job_of(name: str, text: Path, *, replicas: int = 2, is_split: bool = False) -> JobSpec:
     job = text_job(name, text, steps=NUM_STEPS, replicas=replicas)
-    return job.model_copy(update={"backup": BackupSpec(every_steps=4)})
+    backward = "split" if is_split else job.plan.backward
+    plan = job.plan.model_copy(update={"backward": backward})
+    return job.model_copy(update={"backup": BackupSpec(every_steps=4), "plan": plan})
 
 
 def holders(client: Client, stage: int | None) -> list[str]:
@@ -161,7 +176,8 @@ def test_a_worker_that_dies_costs_no_step_wherever_it_was(
     cluster: SharedCluster, text: Path, undisturbed: dict[int, float], point: Point
 ) -> None:
     with cluster.client() as client:
-        job = client.submit(job_of(f"dies-{point.name}", text, replicas=point.replicas))
+        spec = job_of(f"dies-{point.name}", text, replicas=point.replicas, is_split=point.is_split)
+        job = client.submit(spec)
         wait_for_step(job, 1)
         with watched(job) as is_over:
             doomed = doom(cluster, client, point, freezes=False)
