@@ -9,6 +9,7 @@ memory for everything. Ends with one JSON line; exit code 1 if what is chosen mi
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -26,6 +27,9 @@ HOPS = ((0.0, "0"), (0.25, "1/12"), (0.5, "1/6"), (1.0, "1/3"), (2.0, "2/3"), (3
 """Seconds of a hop, and the same as a part of T."""
 _TOTAL_S = 3.0
 _SHARE_BYTES = 60
+_SHARE = StageCost(
+    forward_s=1.0, input_s=1.0, weight_s=1.0, activation_bytes=_SHARE_BYTES, kept_bytes=_SHARE_BYTES
+)
 _KINDS = (
     (1, PipelinePlacement.LOOP),
     (2, PipelinePlacement.LOOP),
@@ -36,25 +40,66 @@ _KINDS = (
 
 def cuts() -> list[Cut]:
     """The same model with one, two and four chunks per worker."""
-    share = StageCost(
-        forward_s=1.0, input_s=1.0, weight_s=1.0, activation_bytes=_SHARE_BYTES, kept_bytes=_SHARE_BYTES
+    return [even_cut([_SHARE] * NUM_WORKERS, num_chunks, placement) for num_chunks, placement in _KINDS]
+
+
+def with_output(num_barriers: int) -> list[Cut]:
+    """The same model with an output as heavy as a worker's share: on the last worker, or in rows over all of them.
+
+    Scores are one product with a shard's rows and terms two; with one barrier two and one.
+    """
+    if not num_barriers:
+        last = replace(_SHARE, forward_s=2.0, input_s=2.0, weight_s=2.0)
+        return [Cut(stages=(*[_SHARE] * (NUM_WORKERS - 1), last))]
+    product_s = _TOTAL_S / 3 / NUM_WORKERS
+    num_scores = 3 - num_barriers
+    # Logits are not counted among what is held: the tables' unit are the activations of a share.
+    shard = StageCost(
+        forward_s=num_scores * product_s,
+        input_s=0.0,
+        weight_s=(3 - num_scores) * product_s,
+        activation_bytes=0,
+        kept_bytes=0,
     )
-    return [even_cut([share] * NUM_WORKERS, num_chunks, placement) for num_chunks, placement in _KINDS]
+    shards = (shard,) * NUM_WORKERS
+    kinds = ((1, PipelinePlacement.LOOP), (2, PipelinePlacement.V))
+    return [
+        replace(even_cut([_SHARE] * NUM_WORKERS, *kind), shards=shards, num_barriers=num_barriers)
+        for kind in kinds
+    ]
 
 
 @cache
-def ranking(num_microbatches: int, latency_s: float, num_slots: int | None = None) -> tuple[Candidate, ...]:
-    """All schedules that differ and fit, the quickest first."""
+def ranking(
+    num_microbatches: int, latency_s: float, num_slots: int | None = None, num_barriers: int | None = None
+) -> tuple[Candidate, ...]:
+    """All schedules that differ and fit, the quickest first; of the model `with_output`, if barriers are given."""
     matrix = np.full((NUM_WORKERS, NUM_WORKERS), latency_s)
     np.fill_diagonal(matrix, 0.0)
     links = Links(latency_s=matrix, bytes_per_s=np.full_like(matrix, np.inf))
     memory_bytes = None if num_slots is None else [num_slots * _SHARE_BYTES] * NUM_WORKERS
-    return choose(num_microbatches, cuts(), links, memory_bytes).ranking
+    of = cuts() if num_barriers is None else with_output(num_barriers)
+    return choose(num_microbatches, of, links, memory_bytes).ranking
 
 
 def markdown(num_microbatches: int, num_slots: int | None = None) -> str:
     """Rows are schedules, columns hops; the least of a column is bold. Empty: the same as another one there."""
-    columns = [{x.name: x for x in ranking(num_microbatches, latency_s, num_slots)} for latency_s, _ in HOPS]
+    return _table(
+        [{x.name: x for x in ranking(num_microbatches, latency_s, num_slots)} for latency_s, _ in HOPS]
+    )
+
+
+def markdown_with_output(num_microbatches: int) -> str:
+    """The same with an output to be computed, whole or split, with one barrier or two."""
+    labels = {0: "output on the last worker", 1: "one barrier", 2: "two barriers"}
+    columns = []
+    for latency_s, _ in HOPS:
+        rankings = {b: ranking(num_microbatches, latency_s, None, b) for b in labels}
+        columns.append({f"{x.name}, {labels[b]}": x for b, found in rankings.items() for x in found})
+    return _table(columns)
+
+
+def _table(columns: Sequence[dict[str, Candidate]]) -> str:
     names = sorted({name for column in columns for name in column})
     lines = [
         "| c / T | " + " | ".join(part for _, part in HOPS) + " | holds |",
@@ -93,7 +138,13 @@ def tables() -> list[str]:
     ]
     many = NUM_MICROBATCHES[-1]
     title = f"{NUM_WORKERS} workers, {many} microbatches, memory for the activations of {NUM_SLOTS}:"
-    return [*ample, f"{title}\n\n{markdown(many, NUM_SLOTS)}"]
+    few = NUM_MICROBATCHES[0]
+    output = f"{NUM_WORKERS} workers, {few} microbatches, an output as heavy as a worker's share:"
+    return [
+        *ample,
+        f"{title}\n\n{markdown(many, NUM_SLOTS)}",
+        f"{output}\n\n{markdown_with_output(few)}",
+    ]
 
 
 def rows() -> list[Row]:
@@ -130,10 +181,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     if not parser.parse_args().json:
-        for num_microbatches in NUM_MICROBATCHES:
-            print(
-                f"{NUM_WORKERS} workers, {num_microbatches} microbatches:\n\n{markdown(num_microbatches)}\n"
-            )
+        print("\n\n".join(tables()))
     return finish("schedules", rows())
 
 

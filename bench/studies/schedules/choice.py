@@ -7,11 +7,18 @@ from functools import partial
 from skein.errors import UserError
 from tests.support.scheduling.depth import depth_options, kept_weights
 from tests.support.scheduling.legality import violations
-from tests.support.scheduling.ops import PipelineOpKind, PipelineSchedule, Shape, one_f_one_b
+from tests.support.scheduling.ops import (
+    PipelineOpKind,
+    PipelinePlacement,
+    PipelineSchedule,
+    Shape,
+    one_f_one_b,
+)
 from tests.support.scheduling.pricing import Cut, Links
 from tests.support.scheduling.simulate import Simulation, simulate
 from tests.support.scheduling.split import one_f_one_i
 from tests.support.scheduling.table import GENERATORS
+from tests.support.scheduling.vocabulary import one_f_one_b_shards, v_half_shards
 
 _TIE = 1e-9
 """Makespans that differ by less than this part differ by rounding: they add the same times in another order."""
@@ -57,7 +64,8 @@ def choose(
 
     Args:
         num_microbatches: of a step.
-        cuts: of the model for these workers, for instance whole shares, two chunks in a V and two in a loop.
+        cuts: of the model for these workers, for instance whole shares, two chunks in a V and two in a loop. Those with
+            vocabulary shards have orders of their own.
         links: between the workers.
         memory_bytes: what each worker has for activations; None if that is no matter.
         may_split: whether the workers can do input and weight gradients apart.
@@ -89,6 +97,9 @@ def _proposals(
 ) -> Iterator[tuple[str, Sequence[_Make]]]:
     """Names and how to make them, perhaps in several ways of which the best counts; some may be impossible."""
     label = f" v{cut.num_chunks}" if cut.num_chunks > 1 else ""
+    if cut.shards:
+        yield from _with_shards(cut, shape.num_microbatches, links)
+        return
     for name, generator in GENERATORS.items():
         if generator.does(cut.num_chunks, cut.placement):
             yield name + label, [partial(generator.make, shape)]
@@ -97,6 +108,14 @@ def _proposals(
         yield "one_f_one_b_deep", [partial(one_f_one_b, shape, depths) for depths in options]
         kept = [kept_weights(cut, depths, shape.num_microbatches, memory_bytes) for depths in options]
         yield "zb_deep", [partial(one_f_one_i, shape, *pair) for pair in zip(options, kept, strict=True)]
+
+
+def _with_shards(cut: Cut, num_microbatches: int, links: Links) -> Iterator[tuple[str, Sequence[_Make]]]:
+    if cut.num_chunks == 1:
+        for name, is_split in (("one_f_one_b_shards", False), ("one_f_one_i_shards", True)):
+            yield name, [partial(one_f_one_b_shards, cut, links, num_microbatches, is_split=is_split)]
+    elif cut.num_chunks == 2 and cut.placement is PipelinePlacement.V:
+        yield "v_half_shards v2", [partial(v_half_shards, cut, links, num_microbatches)]
 
 
 def _best(
@@ -114,9 +133,9 @@ def _judge(
         schedule = make()
     except UserError as error:
         return Rejected(name=name, reason=str(error))
-    if wrong := violations(schedule, stages=cut.stages, memory_bytes=memory_bytes):
+    if wrong := violations(schedule, stages=cut.costs, memory_bytes=memory_bytes):
         return Rejected(name=name, reason=_told(wrong))
-    simulation = simulate(schedule, cut.stages, links)
+    simulation = simulate(schedule, cut.costs, links)
     return Candidate(name=name, cut=cut, schedule=schedule, simulation=simulation)
 
 

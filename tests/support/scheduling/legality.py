@@ -1,7 +1,7 @@
 """What every op schedule must satisfy, whoever made it, and what its activations need."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from skein.units import format_bytes
@@ -16,7 +16,8 @@ _SHOWN = 5
 class Peak:
     """The most that a worker holds at once: activations (of a chunk and a microbatch) not yet used up, and bytes.
 
-    An activation whose weight gradient is pending counts as one, with its `kept_bytes`.
+    An activation whose weight gradient is pending counts as one, with its `kept_bytes`. What a vocabulary shard keeps
+    from SCORES to TERM counts in bytes alone.
     """
 
     num_activations: int
@@ -65,7 +66,6 @@ def shortages(needed: Sequence[Peak], memory_bytes: Sequence[int]) -> Iterator[s
 
 def deadlock(schedule: PipelineSchedule) -> str | None:
     """Who waits for whom for ever, if anybody, in a schedule that is complete and in order on each worker."""
-    num_stages = schedule.num_stages
     left: set[_Output] = set()
     reached = [0] * schedule.num_workers
     may_go = list(range(schedule.num_workers))
@@ -74,20 +74,18 @@ def deadlock(schedule: PipelineSchedule) -> str | None:
         ops = schedule.ops_by_worker[worker]
         while reached[worker] < len(ops):
             op = ops[reached[worker]]
-            source = _source(op, num_stages)
-            if source is not None and _output(source) not in left:
+            if any(_output(source) not in left for source in _sources(op, schedule)):
                 break
             reached[worker] += 1
             left.add(_output(op))
-            to = op.stage + (1 if op.kind is PipelineOpKind.FORWARD else -1)
-            if 0 <= to < num_stages and schedule.worker_by_stage[to] != worker:
-                may_go.append(schedule.worker_by_stage[to])
+            takers = {schedule.worker_by_stage[to] for to in _takers(op, schedule)}
+            may_go.extend(sorted(takers - {worker}))
     stuck = {
         worker: schedule.ops_by_worker[worker][i]
         for worker, i in enumerate(reached)
         if i < len(schedule.ops_by_worker[worker])
     }
-    return _circle(stuck, schedule) if stuck else None
+    return _circle(stuck, schedule, left) if stuck else None
 
 
 _Output = tuple[bool, int, int]
@@ -95,26 +93,54 @@ _Output = tuple[bool, int, int]
 
 def _output(op: Op) -> _Output:
     """What an op leaves for others: an activation or a gradient, which is the same from B and from I."""
-    return (op.kind is PipelineOpKind.FORWARD, op.stage, op.microbatch)
+    is_there = op.kind in (PipelineOpKind.FORWARD, PipelineOpKind.SCORES)
+    return (is_there, op.stage, op.microbatch)
 
 
-def _source(op: Op, num_stages: int) -> Op | None:
-    """The op of a neighbouring stage whose output `op` takes, if any."""
-    if op.kind is PipelineOpKind.FORWARD:
-        return Op(op.kind, op.stage - 1, op.microbatch) if op.stage > 0 else None
-    if op.kind is PipelineOpKind.BACKWARD_WEIGHT or op.stage + 1 == num_stages:
-        return None
-    return Op(op.kind, op.stage + 1, op.microbatch)
+def _sources(op: Op, schedule: PipelineSchedule) -> tuple[Op, ...]:
+    """The ops of other stages whose outputs `op` takes."""
+
+    def of_shards(kind: PipelineOpKind) -> tuple[Op, ...]:
+        return tuple(Op(kind, shard, op.microbatch) for shard in schedule.shards)
+
+    match op.kind:
+        case PipelineOpKind.FORWARD:
+            return (Op(op.kind, op.stage - 1, op.microbatch),) if op.stage > 0 else ()
+        case PipelineOpKind.SCORES:
+            return (Op(PipelineOpKind.FORWARD, schedule.last_stage, op.microbatch),)
+        case PipelineOpKind.TERM:
+            return of_shards(PipelineOpKind.SCORES)
+        case PipelineOpKind.BACKWARD_WEIGHT:
+            return ()
+        case PipelineOpKind.BACKWARD | PipelineOpKind.BACKWARD_INPUT:
+            if op.stage < schedule.last_stage:
+                return (Op(op.kind, op.stage + 1, op.microbatch),)
+            return of_shards(PipelineOpKind.SCORES if schedule.num_barriers == 1 else PipelineOpKind.TERM)
+
+
+def _takers(op: Op, schedule: PipelineSchedule) -> tuple[int, ...]:
+    """Stages of ops that may take what `op` leaves."""
+    match op.kind:
+        case PipelineOpKind.FORWARD:
+            return (op.stage + 1,) if op.stage < schedule.last_stage else tuple(schedule.shards)
+        case PipelineOpKind.SCORES | PipelineOpKind.TERM:
+            return (schedule.last_stage, *schedule.shards)
+        case _:
+            return (op.stage - 1,) if op.stage > 0 else ()
 
 
 def _own(op: Op) -> Op | None:
     """The op of the same stage that `op` goes on from, if any."""
-    if op.kind is PipelineOpKind.FORWARD:
-        return None
-    before = (
-        PipelineOpKind.BACKWARD_INPUT if op.kind is PipelineOpKind.BACKWARD_WEIGHT else PipelineOpKind.FORWARD
-    )
-    return Op(before, op.stage, op.microbatch)
+    before = _OWN.get(op.kind)
+    return None if before is None else Op(before, op.stage, op.microbatch)
+
+
+_OWN = {
+    PipelineOpKind.BACKWARD: PipelineOpKind.FORWARD,
+    PipelineOpKind.BACKWARD_INPUT: PipelineOpKind.FORWARD,
+    PipelineOpKind.BACKWARD_WEIGHT: PipelineOpKind.BACKWARD_INPUT,
+    PipelineOpKind.TERM: PipelineOpKind.SCORES,
+}
 
 
 def _places(schedule: PipelineSchedule) -> Iterator[str]:
@@ -132,15 +158,19 @@ def _completeness(schedule: PipelineSchedule) -> Iterator[str]:
     counts = Counter(op for ops in schedule.ops_by_worker for op in ops)
     for stage, worker in enumerate(schedule.worker_by_stage):
         for microbatch in range(schedule.num_microbatches):
-            yield from (f"w{worker} {what}" for what in _visit(stage, microbatch, counts))
+            is_shard = stage in schedule.shards
+            yield from (f"w{worker} {what}" for what in _visit(stage, microbatch, counts, is_shard=is_shard))
 
 
-def _visit(stage: int, microbatch: int, counts: Mapping[Op, int]) -> Iterator[str]:
-    forward, backward, inputs, weights = (Op(kind, stage, microbatch) for kind in PipelineOpKind)
+def _visit(stage: int, microbatch: int, counts: Mapping[Op, int], *, is_shard: bool) -> Iterator[str]:
+    forward, backward, inputs, weights, scores, term = (
+        Op(kind, stage, microbatch) for kind in PipelineOpKind
+    )
     is_split = bool(counts.get(inputs) or counts.get(weights))
     if is_split and counts.get(backward):
         yield f"has {backward} beside {inputs if counts.get(inputs) else weights}"
-    for op in (forward, inputs, weights) if is_split else (forward, backward):
+    body = (forward, inputs, weights) if is_split else (forward, backward)
+    for op in (scores, term) if is_shard else body:
         count = counts.get(op, 0)
         if count != 1:
             yield f"lacks {op}" if count == 0 else f"has {op} {count} times"
@@ -150,7 +180,7 @@ def _order(schedule: PipelineSchedule) -> Iterator[str]:
     for worker, ops in enumerate(schedule.ops_by_worker):
         done: set[_Output] = set()
         for op in ops:
-            for needed in (_own(op), _source(op, schedule.num_stages)):
+            for needed in (_own(op), *_sources(op, schedule)):
                 if needed is None or schedule.worker_by_stage[needed.stage] != worker:
                     continue
                 if _output(needed) not in done:
@@ -159,13 +189,14 @@ def _order(schedule: PipelineSchedule) -> Iterator[str]:
                 done.add(_output(op))
 
 
-def _circle(stuck: Mapping[int, Op], schedule: PipelineSchedule) -> str:
+def _circle(stuck: Mapping[int, Op], schedule: PipelineSchedule, left: Set[_Output]) -> str:
     """Follow who waits for whom from the first stuck worker until it closes."""
     seen: dict[int, str] = {}
     worker = min(stuck)
     while worker not in seen:
-        source = _source(stuck[worker], schedule.num_stages)
-        assert source is not None, f"w{worker} waits with {stuck[worker]} for nobody"
+        missing = [op for op in _sources(stuck[worker], schedule) if _output(op) not in left]
+        assert missing, f"w{worker} waits with {stuck[worker]} for nobody"
+        source = missing[0]
         holder = schedule.worker_by_stage[source.stage]
         seen[worker] = f"w{worker} waits with {stuck[worker]} for {source} on w{holder}"
         worker = holder
@@ -189,6 +220,10 @@ def _peak(ops: Sequence[Op], stages: Sequence[StageCost]) -> Peak:
             case PipelineOpKind.BACKWARD_WEIGHT:
                 num_held -= 1
                 num_bytes -= cost.kept_bytes
+            case PipelineOpKind.SCORES:
+                num_bytes += cost.activation_bytes
+            case PipelineOpKind.TERM:
+                num_bytes -= cost.activation_bytes
         most_held, most_bytes = max(most_held, num_held), max(most_bytes, num_bytes)
     return Peak(num_activations=most_held, num_bytes=most_bytes)
 

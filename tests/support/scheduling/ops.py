@@ -10,12 +10,17 @@ from skein.plan.route import schedules
 
 
 class PipelineOpKind(StrEnum):
-    """What is done with one microbatch at one stage; BACKWARD is BACKWARD_INPUT and BACKWARD_WEIGHT at once."""
+    """What is done with one microbatch at one stage; BACKWARD is BACKWARD_INPUT and BACKWARD_WEIGHT at once.
+
+    SCORES and TERM are those of a vocabulary shard: logits and what loss and gradient need of them, and its gradient.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
+    SCORES = "S"
+    TERM = "T"
 
 
 class Op(NamedTuple):
@@ -63,11 +68,17 @@ class Shape(schedules.Shape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSchedule:
-    """Each worker's ops of one step, to be run strictly in this order, each as soon as its input is there."""
+    """Each worker's ops of one step, to be run strictly in this order, each as soon as its input is there.
+
+    With `num_barriers` the stages behind the others are vocabulary shards, one on each worker: the last stage's output
+    goes to all of them, their scores come back to it, and what it makes of them goes to all once more. Its backward
+    waits for the scores of all (one barrier) or for the terms of all (two).
+    """
 
     worker_by_stage: tuple[int, ...]
     num_microbatches: int
     ops_by_worker: tuple[tuple[Op, ...], ...]
+    num_barriers: int = 0
 
     @property
     def num_workers(self) -> int:
@@ -77,11 +88,25 @@ class PipelineSchedule:
     def num_stages(self) -> int:
         return len(self.worker_by_stage)
 
+    @property
+    def last_stage(self) -> int:
+        """The stage whose output the loss is made of."""
+        return self.num_stages - len(self.shards) - 1
 
-def schedule_of(shape: Shape, ops_by_worker: Iterable[Iterable[Op]]) -> PipelineSchedule:
-    """The schedule of `shape` that runs these ops."""
+    @property
+    def shards(self) -> range:
+        """Stages that are vocabulary shards."""
+        return range(self.num_stages - (self.num_workers if self.num_barriers else 0), self.num_stages)
+
+
+def schedule_of(
+    shape: Shape, ops_by_worker: Iterable[Iterable[Op]], *, num_barriers: int = 0
+) -> PipelineSchedule:
+    """The schedule of `shape` that runs these ops, with vocabulary shards on all workers if there are barriers."""
+    shards = tuple(range(shape.num_workers)) if num_barriers else ()
     return PipelineSchedule(
-        worker_by_stage=shape.worker_by_stage,
+        worker_by_stage=shape.worker_by_stage + shards,
+        num_barriers=num_barriers,
         num_microbatches=shape.num_microbatches,
         ops_by_worker=tuple(tuple(ops) for ops in ops_by_worker),
     )

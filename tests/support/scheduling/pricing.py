@@ -14,7 +14,8 @@ class StageCost:
 
     `activation_bytes` are held from the start of the forward to the end of the backward, or of the input gradient;
     `kept_bytes` from there to the end of the weight gradient. With both 1 on every stage, bytes are slots.
-    `output_bytes` go to the next stage, `gradient_bytes` come back from it.
+    `output_bytes` go to the next stage, `gradient_bytes` come back from it. Of a vocabulary shard SCORES is the forward
+    and TERM the backward; `output_bytes` are the answer of SCORES, `gradient_bytes` that of TERM if it is waited for.
     """
 
     forward_s: float
@@ -32,9 +33,9 @@ class StageCost:
     def op_s(self, kind: PipelineOpKind) -> float:
         """Seconds of one op of this kind."""
         match kind:
-            case PipelineOpKind.FORWARD:
+            case PipelineOpKind.FORWARD | PipelineOpKind.SCORES:
                 return self.forward_s
-            case PipelineOpKind.BACKWARD:
+            case PipelineOpKind.BACKWARD | PipelineOpKind.TERM:
                 return self.backward_s
             case PipelineOpKind.BACKWARD_INPUT:
                 return self.input_s
@@ -44,11 +45,21 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A model cut for a pipeline: the stages' costs when each worker holds `num_chunks` of them in this placement."""
+    """A model cut for a pipeline: the stages' costs when each worker holds `num_chunks` of them in this placement.
+
+    `shards` are the costs of each worker's vocabulary shard, and `num_barriers` is one or two, if the output is split.
+    """
 
     stages: tuple[StageCost, ...]
     num_chunks: int = 1
     placement: PipelinePlacement = PipelinePlacement.LOOP
+    shards: tuple[StageCost, ...] = ()
+    num_barriers: int = 0
+
+    @property
+    def costs(self) -> tuple[StageCost, ...]:
+        """Of all stages of a schedule, shards behind the others."""
+        return self.stages + self.shards
 
     @property
     def num_workers(self) -> int:

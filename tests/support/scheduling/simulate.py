@@ -4,7 +4,8 @@ An op starts when the op before it in its worker's list has ended and its input 
 ends. Transfers cost no computing time.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -85,6 +86,7 @@ class _Request(NamedTuple):
     microbatch: int
     stage: int
     op: Op
+    way: _Way
 
 
 class _Run:
@@ -99,17 +101,14 @@ class _Run:
         num_stages, num_workers = schedule.num_stages, schedule.num_workers
         never: list[float | None] = [None] * schedule.num_microbatches
         at_once: list[float | None] = [0.0] * schedule.num_microbatches
+        # Of a shard: the last stage's output, and what it makes of all scores.
         self._activation_s = [at_once, *([*never] for _ in range(num_stages - 1))]
         self._gradient_s = [[*never] for _ in range(num_stages)]
         self._op_s = [{kind: stage.op_s(kind) for kind in PipelineOpKind} for stage in stages]
-        self._onwards = [
-            _way(schedule.worker_by_stage, i, i + 1, stage.output_bytes, links)
-            for i, stage in enumerate(stages[:-1])
-        ]
-        self._backwards = [
-            _way(schedule.worker_by_stage, i + 1, i, stage.gradient_bytes, links)
-            for i, stage in enumerate(stages[:-1])
-        ]
+        self._stages, self._links = stages, links
+        self._way_by_ends: dict[tuple[int, int, int], _Way] = {}
+        self._num_answers: Counter[Op] = Counter()
+        self._answered_s: dict[Op, float] = {}
         self._uplink_free_s, self._downlink_free_s = [0.0] * num_workers, [0.0] * num_workers
         self._requests: list[_Request] = []
         self._may_go = list(range(num_workers))
@@ -144,7 +143,7 @@ class _Run:
 
     def _input_s(self, op: Op) -> float | None:
         match op.kind:
-            case PipelineOpKind.FORWARD:
+            case PipelineOpKind.FORWARD | PipelineOpKind.SCORES:
                 return self._activation_s[op.stage][op.microbatch]
             case PipelineOpKind.BACKWARD_WEIGHT:
                 return 0.0  # its input gradient is earlier in the same list
@@ -152,15 +151,38 @@ class _Run:
                 return self._gradient_s[op.stage][op.microbatch]
 
     def _leave(self, op: Op, end_s: float) -> None:
-        if op.kind is PipelineOpKind.BACKWARD_WEIGHT:
-            return
-        if op.kind is PipelineOpKind.FORWARD and op.stage == self._schedule.num_stages - 1:
+        for way in self._ways(op):
+            self._send(op, way, end_s)
+        if (
+            op.kind is PipelineOpKind.FORWARD
+            and op.stage == self._schedule.last_stage
+            and not self._schedule.shards
+        ):
             self._gradient_s[op.stage][op.microbatch] = end_s
-        elif op.kind is PipelineOpKind.FORWARD or op.stage > 0:
-            self._send(op, self._way(op), end_s)
 
-    def _way(self, op: Op) -> _Way:
-        return self._onwards[op.stage] if op.kind is PipelineOpKind.FORWARD else self._backwards[op.stage - 1]
+    def _ways(self, op: Op) -> Iterator[_Way]:
+        schedule, cost = self._schedule, self._stages[op.stage]
+        last = schedule.last_stage
+        match op.kind:
+            case PipelineOpKind.FORWARD if op.stage < last:
+                yield self._way(op.stage, op.stage + 1, cost.output_bytes)
+            case PipelineOpKind.FORWARD:
+                yield from (self._way(last, shard, cost.output_bytes) for shard in schedule.shards)
+            case PipelineOpKind.SCORES:
+                yield self._way(op.stage, last, cost.output_bytes)
+            case PipelineOpKind.TERM:
+                if schedule.num_barriers > 1:
+                    yield self._way(op.stage, last, cost.gradient_bytes)
+            case PipelineOpKind.BACKWARD | PipelineOpKind.BACKWARD_INPUT if op.stage > 0:
+                yield self._way(op.stage, op.stage - 1, self._stages[op.stage - 1].gradient_bytes)
+            case _:
+                return
+
+    def _way(self, stage: int, to_stage: int, num_bytes: int) -> _Way:
+        key = stage, to_stage, num_bytes
+        if key not in self._way_by_ends:
+            self._way_by_ends[key] = _way(self._schedule.worker_by_stage, *key, self._links)
+        return self._way_by_ends[key]
 
     def _send(self, op: Op, way: _Way, now_s: float) -> None:
         if way.sender == way.receiver:
@@ -171,10 +193,10 @@ class _Run:
             self._arrive(op, way, arrival_s)
         else:
             is_activation = op.kind is PipelineOpKind.FORWARD
-            heappush(self._requests, _Request(now_s, is_activation, op.microbatch, op.stage, op))
+            heappush(self._requests, _Request(now_s, is_activation, op.microbatch, op.stage, op, way))
 
     def _transfer(self, request: _Request) -> None:
-        way = self._way(request.op)
+        way = request.way
         free_s = max(self._uplink_free_s[way.sender], self._downlink_free_s[way.receiver])
         start_s = max(request.at_s, free_s)
         self._uplink_free_s[way.sender] = self._downlink_free_s[way.receiver] = start_s + way.carried_s
@@ -183,9 +205,27 @@ class _Run:
         self._arrive(request.op, way, arrival_s)
 
     def _arrive(self, op: Op, way: _Way, now_s: float) -> None:
+        if op.stage in self._schedule.shards and way.to_stage == self._schedule.last_stage:
+            self._answer(op, now_s)
+            return
         arrivals_s = self._activation_s if op.kind is PipelineOpKind.FORWARD else self._gradient_s
         arrivals_s[way.to_stage][op.microbatch] = now_s
         self._may_go.append(way.receiver)
+
+    def _answer(self, op: Op, now_s: float) -> None:
+        """Take a shard's answer at the last stage, which goes on when it has those of all."""
+        last, to = self._schedule.last_stage, op._replace(stage=self._schedule.last_stage)
+        self._num_answers[to] += 1
+        self._answered_s[to] = max(self._answered_s.get(to, 0.0), now_s)
+        if self._num_answers[to] < len(self._schedule.shards):
+            return
+        all_s = self._answered_s[to]
+        if op.kind is PipelineOpKind.SCORES:
+            for shard in self._schedule.shards:
+                self._send(op, self._way(last, shard, 0), all_s)
+        if (op.kind is PipelineOpKind.SCORES) == (self._schedule.num_barriers == 1):
+            self._gradient_s[last][op.microbatch] = all_s
+            self._may_go.append(self._schedule.worker_by_stage[last])
 
 
 def _way(worker_by_stage: Sequence[int], stage: int, to_stage: int, num_bytes: int, links: Links) -> _Way:

@@ -3,12 +3,12 @@
 In the formulas p is the number of workers, r the position of one and m the microbatches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule_of
 from tests.support.scheduling.split import weight
 
-_INTERVAL = 6
+INTERVAL = 6
 """Slots from one microbatch to the next: two stages of F, I and W, one slot each."""
 
 
@@ -34,15 +34,14 @@ def v_half(shape: Shape) -> PipelineSchedule:
 
     Source: Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, Section 3.
     """
-    p = shape.num_workers
+    return schedule_of(shape, (_repeated(shape, v_half_block(shape, r)) for r in range(shape.num_workers)))
+
+
+def v_half_block(shape: Shape, worker: int) -> dict[Op, int]:
+    """Slots of a worker's first microbatch's ops; the next microbatch's are an `INTERVAL` later."""
+    p, r = shape.num_workers, worker
     gap = 0 if p % 2 else 3
-    return schedule_of(
-        shape,
-        (
-            _repeated(shape, r, (2 * r, 3 * p - r - 2, 3 * p + gap + 2 * r - 1, 6 * p + gap - r - 2))
-            for r in range(p)
-        ),
-    )
+    return _block(shape, r, (2 * r, 3 * p - r - 2, 3 * p + gap + 2 * r - 1, 6 * p + gap - r - 2))
 
 
 def v_min(shape: Shape) -> PipelineSchedule:
@@ -54,12 +53,15 @@ def v_min(shape: Shape) -> PipelineSchedule:
     gap = 0 if p % 3 else 2
     return schedule_of(
         shape,
-        (_repeated(shape, r, (r, 2 * p - r - 1, 2 * p + gap + r, 4 * p + gap - r - 1)) for r in range(p)),
+        (
+            _repeated(shape, _block(shape, r, (r, 2 * p - r - 1, 2 * p + gap + r, 4 * p + gap - r - 1)))
+            for r in range(p)
+        ),
     )
 
 
-def _repeated(shape: Shape, worker: int, starts: tuple[int, int, int, int]) -> Iterator[Op]:
-    """Ops in the order of a block repeated every interval.
+def _block(shape: Shape, worker: int, starts: tuple[int, int, int, int]) -> dict[Op, int]:
+    """Slots of a worker's first microbatch's ops, each weight gradient in the next that is free.
 
     Args:
         shape: two chunks in a V.
@@ -73,15 +75,20 @@ def _repeated(shape: Shape, worker: int, starts: tuple[int, int, int, int]) -> I
         Op(PipelineOpKind.BACKWARD_INPUT, second, 0): starts[2],
         Op(PipelineOpKind.BACKWARD_INPUT, first, 0): starts[3],
     }
-    taken = {start % _INTERVAL for start in starts}
+    taken = {start % INTERVAL for start in starts}
     assert len(taken) == len(starts), f"{starts} collide"
     for op in sorted(block, key=lambda op: block[op]):
         if op.kind is PipelineOpKind.BACKWARD_INPUT:
-            slot = next(s for s in range(block[op] + 1, block[op] + _INTERVAL) if s % _INTERVAL not in taken)
+            slot = next(s for s in range(block[op] + 1, block[op] + INTERVAL) if s % INTERVAL not in taken)
             block[weight(op)] = slot
-            taken.add(slot % _INTERVAL)
+            taken.add(slot % INTERVAL)
+    return block
+
+
+def _repeated(shape: Shape, block: Mapping[Op, int]) -> Iterator[Op]:
+    """Ops in the order of a block repeated every interval."""
     slots = [
-        (start + _INTERVAL * i, Op(op.kind, op.stage, i))
+        (start + INTERVAL * i, Op(op.kind, op.stage, i))
         for op, start in block.items()
         for i in range(shape.num_microbatches)
     ]
