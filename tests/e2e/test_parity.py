@@ -2,6 +2,7 @@
 
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -42,11 +43,11 @@ def eight(shared: SharedCluster) -> SharedCluster:
     return shared
 
 
-def llama(*, is_tied: bool) -> LlamaModel:
+def llama(*, is_tied: bool, num_layers: int = 4) -> LlamaModel:
     shape = LlamaShape(
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=4,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=is_tied,
@@ -150,6 +151,30 @@ def test_any_cut_trains_like_one_torch_process(
     for stages, replicas, layout in part(CUTS, every=every, start=start):
         parallel = ParallelSpec(stages=stages, replicas=replicas, layout=layout)
         job = cut_job(text, precision, parallel, is_tied=is_tied)
+        reference = reference or run_reference(job, NUM_STEPS)
+        check(train(eight, job), reference, TOLERANCES[precision])
+
+
+BACKWARDS: tuple[Literal["whole", "split"], ...] = ("whole", "split")
+MANNERS = [
+    (stages, chunks, backward, layout)
+    for layout, (stages, chunks), backward in product(Layout, ((2, 1), (2, 2), (4, 2)), BACKWARDS)
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP64], ids=lambda p: p.value)
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_chunks_and_split_backwards_train_like_one_torch_process(
+    eight: Cluster, text: Path, precision: Precision, is_tied: bool
+) -> None:
+    data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
+    reference: list[ReferenceStep] = []
+    for stages, chunks, backward, layout in part(MANNERS, every=12, start=5 + 2 * is_tied):
+        parallel = ParallelSpec(stages=stages, chunks=chunks, layout=layout)
+        name = f"{backward}-{stages}x{chunks}-{layout.value}"
+        job = make_job(name, llama(is_tied=is_tied, num_layers=7), data, parallel, precision)
+        job = job.model_copy(update={"plan": PlanSpec(budget_s=0.2, backward=backward)})
         reference = reference or run_reference(job, NUM_STEPS)
         check(train(eight, job), reference, TOLERANCES[precision])
 
