@@ -92,6 +92,7 @@ def chunked(seed: int) -> Problem:
         slots=np.full((num_workers, num_stages), int(luck.choice([1, 2, 4]))),
         chunks_per_worker=2,
         is_split=seed % 2 == 1,
+        weight_s=backward_s * luck.choice([0.1, 0.3, 0.5]),
     )
 
 
