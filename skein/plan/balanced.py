@@ -45,7 +45,6 @@ from skein.plan.load import (
     split_stages,
     stage_loads,
 )
-from skein.plan.ops import path_ops
 from skein.plan.order import ascending_schedules
 from skein.plan.paths import find_paths, find_skipping_paths, split_at, widest_jump
 from skein.plan.place import Demand, Pool, Seating, of_use, reseat, seat
@@ -145,7 +144,7 @@ class Setting:
         """Orders by microbatch; where backwards are split also by the clock, for weight ops fill what is left."""
         workers = (chunk.worker for chunk in slots)
         is_split = any(path.split for path in paths)
-        if is_split and sum(len(path_ops(len(path.hops), path.split)) for path in paths) <= MOST_OPS:
+        if is_split and sum(len(path.ops) for path in paths) <= MOST_OPS:
             return timed_schedules(paths, slots, workers, self.pace(stages))
         return ascending_schedules(paths, slots, workers)
 

@@ -106,10 +106,10 @@ def _ends(path: Path, plan: Plan, held: Collection[ChunkRef]) -> Iterator[str]:
             yield f"{hop.worker} does not hold stage {hop.stage}"
     if not path.hops or path.hops[0].stage != 0:
         yield "does not begin at stage 0"
-    elif path.hops[-1].stage != plan.stages[-1].index:
+    elif path.end.stage != plan.stages[-1].index:
         yield f"does not end at stage {plan.stages[-1].index}, where the loss is"
-    elif plan.layout is Layout.LOOP and path.hops[0].worker != path.hops[-1].worker:
-        yield f"ends on {path.hops[-1].worker}, not where it began"
+    elif plan.layout is Layout.LOOP and path.hops[0].worker != path.end.worker:
+        yield f"ends on {path.end.worker}, not where it began"
 
 
 def _way(path: Path, plan: Plan, job: JobSpec) -> Iterator[str]:

@@ -25,10 +25,21 @@ class Direction(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
 
-    @property
-    def step(self) -> int:
-        """Offset from the hop that makes such a tensor to the hop that takes it."""
-        return 1 if self is Direction.FORWARD else -1
+    def takers(self, hop: int, num_hops: int) -> tuple[int, ...]:
+        """Hops that take such a tensor of `hop`; none where a path of so many hops ends that way.
+
+        >>> Direction.FORWARD.takers(0, 3), Direction.BACKWARD.takers(0, 3)
+        ((1,), ())
+        """
+        return _beside(hop, 1 if self is Direction.FORWARD else -1, num_hops)
+
+    def makers(self, hop: int, num_hops: int) -> tuple[int, ...]:
+        """Hops whose tensors of this direction `hop` takes; none where a path begins that way."""
+        return _beside(hop, -1 if self is Direction.FORWARD else 1, num_hops)
+
+
+def _beside(hop: int, step: int, num_hops: int) -> tuple[int, ...]:
+    return (hop + step,) if 0 <= hop + step < num_hops else ()
 
 
 class Kept(StrEnum):
@@ -308,7 +319,12 @@ def path_ops(num_hops: int, split: tuple[int, ...] = ()) -> tuple[PathOp, ...]:
         makers[hop, kind.row.gives].append((kind, hop))
         makers[hop, kind.row.leaves].append((kind, hop))
     inputs = {
-        (x, hop): makers[hop - x.row.takes.step, x.row.takes] if x.row.takes else [] for x, hop in places
+        (x, hop): [
+            maker
+            for source in (x.row.takes.makers(hop, num_hops) if x.row.takes else ())
+            for maker in makers[source, x.row.takes]
+        ]
+        for x, hop in places
     }
     own = {(x, hop): makers[hop, x.row.uses] if x.row.uses else [] for x, hop in places}
     followers: defaultdict[_Place, list[_Place]] = defaultdict(list)
@@ -334,6 +350,18 @@ def taker_of(direction: Direction, *, is_last: bool, is_split: bool) -> OpKind |
     """The kind of op that takes such a boundary tensor at such a hop; None: none does."""
     kinds = kinds_at(is_last=is_last, is_split=is_split)
     return next((x for x in kinds if x.row.takes is direction), None)
+
+
+@cache
+def linked_hops(num_hops: int, split: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
+    """Pairs of hops between which a path's boundary tensors go, there or back, each once and the lower first.
+
+    >>> linked_hops(3)
+    ((0, 1), (1, 2))
+    """
+    ops = path_ops(num_hops, split)
+    pairs = (sorted((ops[maker].hop, op.hop)) for op in ops for maker in op.inputs)
+    return tuple(dict.fromkeys((lower, higher) for lower, higher in pairs))
 
 
 @cache

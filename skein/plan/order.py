@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from skein.plan.ops import ChunkOrder, PathOp, path_ops
+from skein.plan.ops import ChunkOrder, PathOp
 from skein.plan.plan import Path, Plan, PlannedOp, Schedule
 from skein.types import ChunkRef, MicrobatchId, WorkerId
 
@@ -39,7 +39,7 @@ Urgency = Callable[[PlacedOp], tuple[int, ...]]
 
 def ops_of(microbatch: MicrobatchId, path: Path) -> Iterator[PlacedOp]:
     """Every op of a training microbatch, each after those whose outputs it takes, by number."""
-    for at in path_ops(len(path.hops), path.split):
+    for at in path.ops:
         chunk = path.hops[at.hop]
         op = PlannedOp(kind=at.kind, stage=chunk.stage, microbatch=microbatch)
         yield PlacedOp(op=op, chunk=chunk, at=at)

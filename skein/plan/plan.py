@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from skein.plan.agreeing.exchange import DIRECT, Broadcast, Pattern, Row, owning_place
 from skein.plan.changing.clauses import Clauses
-from skein.plan.ops import OpKind
+from skein.plan.ops import Direction, OpKind, PathOp, linked_hops, path_ops, taker_of
 from skein.types import ChunkRef, GroupId, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
 
 
@@ -20,6 +20,38 @@ class Path:
     hops: tuple[ChunkRef, ...]
     split: tuple[int, ...] = ()
     """Hops whose backward is an input op and a weight op, ascending; at others it is whole."""
+
+    @property
+    def ops(self) -> tuple[PathOp, ...]:
+        """All ops of a training microbatch that takes this path, by number."""
+        return path_ops(len(self.hops), self.split)
+
+    @property
+    def end(self) -> ChunkRef:
+        """Chunk of the hop that makes the loss."""
+        return self.hops[-1]
+
+    @property
+    def links(self) -> tuple[tuple[ChunkRef, ChunkRef], ...]:
+        """Pairs of chunks that pass boundary tensors to each other, each once and the one nearer to the data first."""
+        pairs = linked_hops(len(self.hops), self.split)
+        return tuple((self.hops[lower], self.hops[higher]) for lower, higher in pairs)
+
+    def is_end(self, hop: int) -> bool:
+        """Whether the loss is made at `hop`."""
+        return hop == len(self.hops) - 1
+
+    def takers(self, direction: Direction, hop: int) -> tuple[int, ...]:
+        """Hops that take the boundary tensor of such a direction that `hop` makes."""
+        return direction.takers(hop, len(self.hops))
+
+    def makers(self, direction: Direction, hop: int) -> tuple[int, ...]:
+        """Hops that make the boundary tensors of such a direction that `hop` takes; none: nothing comes that way."""
+        return direction.makers(hop, len(self.hops))
+
+    def kind_taking(self, direction: Direction, hop: int) -> OpKind | None:
+        """Kind of the training op that takes such a boundary tensor at `hop`; None: none does."""
+        return taker_of(direction, is_last=self.is_end(hop), is_split=hop in self.split)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 
 from skein import rng
 from skein.protocol.coordinator.coordinator_io import DrainAsked, PauseAsked, ResumeAsked
@@ -168,7 +167,7 @@ def _neighbours(world: World, fault: Fault) -> None:
     if run is None or run.plan is None:
         return
     path = run.plan.paths[fault.number % len(run.plan.paths)]
-    pairs = [(a.worker, b.worker) for a, b in pairwise(path.hops) if a.worker != b.worker]
+    pairs = [(a.worker, b.worker) for a, b in path.links if a.worker != b.worker]
     if pairs:
         _kill_all(world, pairs[fault.number % len(pairs)], fault)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from skein.plan.ops import Kept, OpKind, PathOp, kinds_at, path_ops
+from skein.plan.ops import Direction, Kept, OpKind, PathOp, kinds_at, linked_hops, path_ops
 
 
 def named(op: PathOp) -> str:
@@ -26,10 +26,25 @@ def test_every_op_comes_after_what_it_waits_for_and_is_waited_for_by_it() -> Non
             assert op.number in ops[before].followers
 
 
-def test_tensors_come_from_neighbouring_hops_and_graphs_from_the_own_one() -> None:
+@pytest.mark.parametrize("direction", Direction)
+def test_a_hop_takes_of_those_hops_that_give_to_it(direction: Direction) -> None:
+    num_hops = 4
+    given = {(hop, x) for hop in range(num_hops) for x in direction.takers(hop, num_hops)}
+    assert given == {(x, hop) for hop in range(num_hops) for x in direction.makers(hop, num_hops)}
+    assert len(given) == num_hops - 1
+
+
+@pytest.mark.parametrize("split", [(), (1,), (0, 1, 2, 3)])
+def test_linked_hops_are_those_that_pass_tensors_to_each_other(split: tuple[int, ...]) -> None:
+    assert linked_hops(1) == ()
+    assert linked_hops(4, split) == ((0, 1), (1, 2), (2, 3))
+
+
+def test_tensors_come_from_hops_that_make_them_and_graphs_from_the_own_one() -> None:
     ops = path_ops(4)
     for op in ops:
-        assert {ops[x].hop - op.hop for x in op.inputs} <= {-1, 1}
+        takes = op.kind.row.takes
+        assert tuple(ops[x].hop for x in op.inputs) == (takes.makers(op.hop, 4) if takes else ())
         assert all(ops[x].hop == op.hop for x in op.own)
     assert [named(ops[x]) for op in ops if op.kind is OpKind.BACKWARD for x in op.own] == ["F2", "F1", "F0"]
 

@@ -1,6 +1,7 @@
 """The compute ops of one worker: their order, their slots, and that no plan makes them wait for each other."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -145,7 +146,7 @@ def test_what_is_put_aside_is_carried_over_and_a_weight_op_goes_on_from_it() -> 
     machine.arrive(backward(0, 1, SPLIT))
     op = machine.next_op()
     assert isinstance(op, InputOp)
-    assert machine.end(op, None) == backward(0, 0, SPLIT)
+    assert machine.end(op, None) == (backward(0, 0, SPLIT),)
     carried = machine.carried()[StageIndex(1)]
     assert (carried.ledger, list(carried.held)) == ((), [(Kept.PENDING, MicrobatchId(0))])
     after = machine_of("b", "F1.0 I1.0 W1.0", slots=1)
@@ -176,7 +177,7 @@ def test_the_loss_is_taken_in_ascending_order_too() -> None:
 def test_what_arrives_again_is_dropped() -> None:
     machine = machine_of("b", "L1.0 L1.1")
     for _ in range(2):
-        assert machine.arrive(forward(0, 1)) is None
+        assert machine.arrive(forward(0, 1)) == ()
     assert run_ready(machine) == ["L0"]
     machine.arrive(forward(0, 1))
     assert run_ready(machine) == []
@@ -188,11 +189,11 @@ def test_an_op_that_ends_names_the_tensor_that_goes_on() -> None:
     machine.arrive(forward(0, 1, way))
     op = machine.next_op()
     assert isinstance(op, ForwardOp)
-    assert machine.end(op, None) == forward(0, 2, way)
+    assert machine.end(op, None) == (forward(0, 2, way),)
     machine.arrive(backward(0, 1, way))
     op = machine.next_op()
     assert isinstance(op, BackwardOp)
-    assert machine.end(op, None) == backward(0, 0, way)
+    assert machine.end(op, None) == (backward(0, 0, way),)
 
 
 def test_a_gradient_waits_for_the_activation_that_it_is_for() -> None:
@@ -210,7 +211,7 @@ def test_nothing_leaves_the_first_hop_backwards() -> None:
     machine.arrive(backward(0, 0))
     op = machine.next_op()
     assert op is not None
-    assert machine.end(op, None) is None
+    assert machine.end(op, None) == ()
 
 
 def test_a_tensor_for_another_worker_stage_or_microbatch_is_not_held() -> None:
@@ -248,7 +249,7 @@ def test_an_evaluation_microbatch_holds_its_slot_until_it_is_released() -> None:
     machine = machine_of("a", "F0.0 B0.0", slots=1)
     machine.begin(Phase.EVALUATE, [Origin(microbatch=MicrobatchId(e), path=LINE) for e in range(3)])
     assert run_ready(machine) == ["F0"]
-    assert machine.arrive(backward(0, 0, phase=Phase.EVALUATE)) is None
+    assert machine.arrive(backward(0, 0, phase=Phase.EVALUATE)) == ()
     assert run_ready(machine) == ["F1"]
 
 
@@ -268,7 +269,7 @@ def test_a_release_is_passed_on_to_the_hop_before() -> None:
     machine.arrive(forward(0, 1, way, phase=Phase.EVALUATE))
     run_ready(machine)
     released = machine.arrive(backward(0, 1, way, phase=Phase.EVALUATE))
-    assert released == backward(0, 0, way, phase=Phase.EVALUATE)
+    assert released == (backward(0, 0, way, phase=Phase.EVALUATE),)
     assert machine.num_in_flight == 0
 
 
@@ -344,10 +345,9 @@ class Floor:
     ledgers: list[Ledger] = field(default_factory=list)
     slots: dict[WorkerId, int] = field(default_factory=dict)
 
-    def deliver(self, tensor: HopTensor | None) -> None:
+    def deliver(self, tensors: Iterable[HopTensor]) -> None:
         """As a worker's machine does: to the next hop, at once if that is here."""
-        if tensor is not None:
-            self.ways.append((tensor.path.hops[tensor.hop].worker, tensor))
+        self.ways += [(tensor.path.hops[tensor.hop].worker, tensor) for tensor in tensors]
 
 
 def floor_of(plan: Plan) -> Floor:

@@ -33,7 +33,7 @@ def round_of(plan: Plan, terms: StepTerms = TERMS, seed_of: SeedOf = unchecked) 
     return Round(
         terms,
         plain_groups(plan),
-        [path.hops[-1] for path in plan.paths],
+        [path.end for path in plan.paths],
         expected=plan.microbatches_by_chunk(),
         epoch=Epoch(1),
         generation=Generation(1),

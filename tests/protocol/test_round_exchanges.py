@@ -49,7 +49,7 @@ def round_of(plan: Plan, rule: AggregationSpec, *, step: int = 5, clip_norm: flo
     return Round(
         StepTerms(step=Step(step), num_steps=100, learning_rate=0.1, clip_norm=clip_norm, batch_samples=4),
         groups,
-        [path.hops[-1] for path in plan.paths],
+        [path.end for path in plan.paths],
         expected=plan.microbatches_by_chunk(),
         epoch=Epoch(1),
         generation=Generation(1),

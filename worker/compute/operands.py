@@ -11,13 +11,11 @@ from torch import Tensor
 
 from skein.errors import RemoteError
 from skein.numeric.gradients import shard_bounds
-from skein.plan.ops import Direction
-from skein.plan.plan import Path
-from skein.protocol.messages.tensors import Phase, ShardTensor
+from skein.protocol.messages.tensors import ShardTensor
 from skein.protocol.worker.ops import (
     BackwardOp,
+    ComputeOp,
     ForwardOp,
-    HopKey,
     InputOp,
     JoinOp,
     LossInputOp,
@@ -66,7 +64,7 @@ def check_operands(
         case JoinOp() if op.results:
             mine = next(chunks[m.stage] for m in op.group.members if m.stage in chunks)
             _check_exchanged(op.results, operands, op, mine, exchanges)
-        case ForwardOp() | LossOp() | LossInputOp() if op.hop > 0:
+        case ForwardOp() | LossOp() | LossInputOp():
             _check_input(op, operands)
         case BackwardOp() | InputOp():
             _check_gradient(op, operands, graphs)
@@ -118,20 +116,18 @@ def _check_exchanged(
 
 
 def _check_input(op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> None:
-    bundle = _sent(operands.get(HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop)))
+    bundle = _arrived(op, operands)
     if bundle is None:
         return
     hidden = [
         tensor for tensor in bundle if tensor.name == HIDDEN and tensor.dtype in _FLOATS and tensor.shape
     ]
     if len(hidden) != 1 or not {tensor.name for tensor in bundle} <= {HIDDEN, LABELS}:
-        raise OperandError(
-            _maker(op.path, op.hop - 1), f"an activation: {_told(bundle)}: give {HIDDEN!r}, of floats"
-        )
+        raise OperandError(_maker(op), f"an activation: {_told(bundle)}: give {HIDDEN!r}, of floats")
 
 
 def _check_gradient(op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload], graphs: Graphs) -> None:
-    bundle = _sent(operands.get(HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop)))
+    bundle = _arrived(op, operands)
     graph = graphs.get((op.microbatch, op.chunk.stage))
     if bundle is None or graph is None:
         return
@@ -140,11 +136,19 @@ def _check_gradient(op: BackwardOp | InputOp, operands: Mapping[TensorKey, Paylo
         0
     ].dtype not in _FLOATS:
         text = f"a gradient: {_told(bundle)}: give {GRADIENT!r} of shape {list(wanted)}"
-        raise OperandError(_maker(op.path, op.hop + 1), text)
+        raise OperandError(_maker(op), text)
 
 
-def _maker(path: Path, hop: int) -> WorkerId:
-    return path.hops[hop].worker
+def _arrived(op: ComputeOp, operands: Mapping[TensorKey, Payload]) -> Bundle | None:
+    """The boundary tensor that the op takes, if a peer has sent it."""
+    return None if op.operand is None else _sent(operands.get(op.operand))
+
+
+def _maker(op: ComputeOp) -> WorkerId:
+    takes = op.kind.row.takes
+    assert takes is not None, f"{op} takes no boundary tensor"
+    (hop,) = op.path.makers(takes, op.hop)
+    return op.path.hops[hop].worker
 
 
 def _sent(payload: Payload | None) -> Bundle | None:

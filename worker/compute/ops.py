@@ -28,7 +28,6 @@ from skein.numeric.gradients import (
     unflatten,
 )
 from skein.numeric.sums import exact_sum
-from skein.plan.ops import Direction
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import Decision, Resumption, StepRecord
 from skein.protocol.messages.tensors import Phase
@@ -36,7 +35,6 @@ from skein.protocol.worker.ops import (
     ApplyOp,
     BackwardOp,
     ForwardOp,
-    HopKey,
     InputOp,
     Joined,
     JoinOp,
@@ -54,6 +52,7 @@ from skein.protocol.worker.ops import (
     TensorKey,
     VisitOp,
     WeightOp,
+    hop_key,
 )
 from skein.types import (
     Attempt,
@@ -237,7 +236,7 @@ class Compute:
         x, labels = self._input(op, operands)
         module = self._chunk(op.chunk).module
         if op.phase.keeps_graph:
-            y = module(x.requires_grad_(x.is_floating_point() and op.hop > 0))
+            y = module(x.requires_grad_(x.is_floating_point() and op.operand is not None))
             self._left.graphs[op.microbatch, op.chunk.stage] = (x, y)
         else:
             with torch.no_grad():
@@ -247,8 +246,7 @@ class Compute:
             self._left.labels[op.phase, op.microbatch] = labels
         elif labels is not None:
             tensors[LABELS] = labels
-        key = HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop + 1)
-        return Done(outputs={key: self._payload(tensors, op.path.hops[op.hop + 1])})
+        return Done(outputs=self._given(op, tensors))
 
     def _stay_here(self, op: ForwardOp) -> bool:
         """Whether the labels need not go along.
@@ -256,7 +254,7 @@ class Compute:
         In `LOOP` the end is where the path began, and whoever takes that place reads them again. Else they go wherever
         the path goes, though it may come back: who takes the place of the end may be no origin.
         """
-        left = op.path.hops[-1:] if self._held.job.parallel.layout.comes_back else op.path.hops[op.hop :]
+        left = (op.path.end,) if self._held.job.parallel.layout.comes_back else op.path.hops[op.hop :]
         return all(self._is_mine(hop) for hop in left)
 
     def _loss(self, op: LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> Done:
@@ -273,7 +271,7 @@ class Compute:
                 total, num_valid = module.loss(x, labels)
             claimed = claim_of(self._chunk(op.chunk)) if op.phase.scores_walkers else ""
             return Done(outcome=Loss(loss_sum=total.item(), num_tokens=num_valid, digest=claimed))
-        total, num_valid = module.loss(x.requires_grad_(op.hop > 0), labels)
+        total, num_valid = module.loss(x.requires_grad_(op.operand is not None), labels)
         if isinstance(op, LossInputOp):
             self._left.pending[op.microbatch, op.chunk.stage] = module.put_aside(total)
         else:
@@ -294,18 +292,16 @@ class Compute:
         return Done(outputs=self._handed_back(op, x.grad))
 
     def _gradient(self, op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload]) -> Tensor:
-        key = HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop)
-        return unpack(operands[key], self.device)[GRADIENT]
+        assert op.operand is not None
+        return unpack(operands[op.operand], self.device)[GRADIENT]
 
     def _input(
         self, op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]
     ) -> tuple[Tensor, Tensor | None]:
         """The op's input, and the labels if they came with it."""
-        if op.hop == 0:
+        if op.operand is None:
             return self._first_input(op)
-        tensors = unpack(
-            operands[HopKey(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop)], self.device
-        )
+        tensors = unpack(operands[op.operand], self.device)
         return tensors[HIDDEN], tensors.get(LABELS)
 
     def _first_input(self, op: ForwardOp | LossOp | LossInputOp) -> tuple[Tensor, Tensor]:
@@ -318,11 +314,14 @@ class Compute:
 
     def _handed_back(self, op: VisitOp, grad: Tensor | None) -> Outputs:
         """dy of the hop before, ready to be handed over; the first hop has none."""
-        if op.hop == 0:
+        if not op.outputs:
             return {}
         assert grad is not None
-        key = HopKey(Direction.BACKWARD, Phase.TRAIN, op.step, op.microbatch, op.hop - 1)
-        return {key: self._payload({GRADIENT: grad}, op.path.hops[op.hop - 1])}
+        return self._given(op, {GRADIENT: grad})
+
+    def _given(self, op: VisitOp, tensors: Mapping[str, Tensor]) -> Outputs:
+        """The op's boundary tensor, ready for each hop that takes it."""
+        return {hop_key(x): self._payload(tensors, x.path.hops[x.hop]) for x in op.outputs}
 
     # --- reduction; accumulators are only read ---
 

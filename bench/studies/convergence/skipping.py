@@ -250,7 +250,7 @@ class SkippingTraining:
             clip_norm=spec.clip_norm,
             batch_samples=self.job.batch.samples,
         )
-        ends = [path.hops[-1] for path in plan.paths]
+        ends = [path.end for path in plan.paths]
         deciding = Round(
             terms, plain_groups(plan), ends, expected=expected, epoch=_EPOCH, generation=_GENERATION
         )

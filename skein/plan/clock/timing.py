@@ -4,7 +4,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -282,7 +281,7 @@ def _transfers(
     """Transfer times of all directed links in use; where tensors of several sizes take a link, of the largest."""
     bytes_by_link: dict[tuple[WorkerId, WorkerId], int] = {}
     for path in plan.paths:
-        for here, there in pairwise(path.hops):
+        for here, there in path.links:
             if here.worker != there.worker:
                 num_bytes = loads[here.stage].output_bytes
                 for link in ((here.worker, there.worker), (there.worker, here.worker)):

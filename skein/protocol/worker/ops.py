@@ -59,28 +59,29 @@ class ComputeOp:
     def operand(self) -> HopKey | None:
         """The boundary tensor that it takes; None at a path's beginning, which takes the data."""
         takes = self.kind.row.takes
-        if takes is None or self.hop < takes.step:
+        if takes is None:
+            return None
+        # Only data come from no hop: a gradient that none makes is looked for, and found missing.
+        if takes is Direction.FORWARD and not self.path.makers(takes, self.hop):
             return None
         return HopKey(takes, self.phase, self.step, self.microbatch, self.hop)
 
     @property
-    def output(self) -> HopTensor | None:
-        """Header of the boundary tensor that it makes, if any."""
+    def outputs(self) -> tuple[HopTensor, ...]:
+        """Headers of the boundary tensor that it makes, one for each hop that takes it."""
         gives = self.kind.row.gives
         if gives is None:
-            return None
-        return output_of(gives, self.phase, self.step, self.microbatch, self.hop, self.path)
+            return ()
+        return outputs_of(gives, self.phase, self.step, self.microbatch, self.hop, self.path)
 
 
-def output_of(
+def outputs_of(
     direction: Direction, phase: Phase, step: Step, microbatch: MicrobatchId, hop: int, path: Path
-) -> HopTensor | None:
-    """Header of the tensor that leaves `hop` in `direction`; None before the first hop."""
-    target = hop + direction.step
-    if target < 0:
-        return None
-    return HopTensor(
-        direction=direction, phase=phase, step=step, microbatch=microbatch, hop=target, path=path
+) -> tuple[HopTensor, ...]:
+    """Headers of the tensor that leaves `hop` in `direction`; none where the path ends that way."""
+    return tuple(
+        HopTensor(direction=direction, phase=phase, step=step, microbatch=microbatch, hop=taker, path=path)
+        for taker in path.takers(direction, hop)
     )
 
 

@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from skein.numeric.sums import exact_sum
-from skein.plan.ops import ChunkOrder, Direction, Kept, OpKind, only_using, taker_of
+from skein.plan.ops import ChunkOrder, Direction, Kept, OpKind, only_using
 from skein.plan.plan import Path, PlannedOp, Schedule
 from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin
 from skein.protocol.messages.tensors import HopTensor, Phase
@@ -34,7 +34,7 @@ from skein.protocol.worker.ops import (
     LossOp,
     VisitOp,
     hop_key,
-    output_of,
+    outputs_of,
 )
 from skein.types import MicrobatchId, StageIndex, Step, WorkerId
 
@@ -249,11 +249,11 @@ class Pipeline:
             return False
         return not tensor.phase.trains or _planned(tensor) in chunk.planned
 
-    def arrive(self, tensor: HopTensor) -> HopTensor | None:
+    def arrive(self, tensor: HopTensor) -> tuple[HopTensor, ...]:
         """Take a boundary tensor that is here (or, at hop 0, the data); an evaluation's release is passed upstream."""
         key = hop_key(tensor)
         if key in self._seen:
-            return None
+            return ()
         self._seen.add(key)
         chunk = self._chunks[tensor.path.hops[tensor.hop].stage]
         if not tensor.phase.trains:
@@ -261,22 +261,22 @@ class Pipeline:
         op = _planned(tensor)
         assert op is not None, f"{tensor} is not held"
         chunk.arrived[op] = (tensor.hop, tensor.path)
-        return None
+        return ()
 
-    def _arrive_evaluation(self, chunk: _Chunk, tensor: HopTensor) -> HopTensor | None:
+    def _arrive_evaluation(self, chunk: _Chunk, tensor: HopTensor) -> tuple[HopTensor, ...]:
         if tensor.direction is Direction.BACKWARD:
             chunk.in_flight -= 1
-            return output_of(
+            return outputs_of(
                 Direction.BACKWARD, tensor.phase, tensor.step, tensor.microbatch, tensor.hop, tensor.path
             )
         if tensor.phase is not self._evaluating:
             self._evaluating = tensor.phase
             for other in self._chunks.values():
                 other.evaluation_losses.clear()
-        is_last = tensor.hop == len(tensor.path.hops) - 1
-        queue = self._evaluation_losses if is_last else chunk.evaluation_forwards
+        is_end = tensor.path.is_end(tensor.hop)
+        queue = self._evaluation_losses if is_end else chunk.evaluation_forwards
         heappush(queue, (tensor.microbatch, tensor.hop, tensor.path))
-        return None
+        return ()
 
     def next_op(self) -> VisitOp | None:
         """The op to run now, or None if nothing that is here may run."""
@@ -304,8 +304,8 @@ class Pipeline:
         microbatch, hop, path = heappop(chunk.evaluation_forwards)
         return ForwardOp(phase=self._evaluating, step=self.step, microbatch=microbatch, hop=hop, path=path)
 
-    def end(self, op: ComputeOp, loss: Loss | None) -> HopTensor | None:
-        """Book an op that has ended; gives the header of the tensor it made, to be sent on."""
+    def end(self, op: ComputeOp, loss: Loss | None) -> tuple[HopTensor, ...]:
+        """Book an op that has ended; gives the headers of the tensor it made, to be sent on."""
         chunk = self._chunks[op.chunk.stage]
         row = op.kind.row
         assert (loss is not None) == row.scores, f"{op} has ended with {loss}"
@@ -321,7 +321,7 @@ class Pipeline:
         if loss is not None:
             losses = chunk.train_losses if op.phase.trains else chunk.evaluation_losses
             losses[op.microbatch] = loss
-        return op.output
+        return op.outputs
 
     def spoil(self, op: ComputeOp) -> None:
         """An op failed halfway: what was left for it is gone, and if it accumulates, all that its chunk has summed."""
@@ -392,8 +392,7 @@ def _pending(held: Iterable[tuple[Kept, MicrobatchId]]) -> set[MicrobatchId]:
 
 def _planned(tensor: HopTensor) -> PlannedOp | None:
     """The op that a training tensor is the input of; None: no op takes what a peer claims this to be."""
-    path, hop = tensor.path, tensor.hop
-    kind = taker_of(tensor.direction, is_last=hop == len(path.hops) - 1, is_split=hop in path.split)
+    kind = tensor.path.kind_taking(tensor.direction, tensor.hop)
     if kind is None:
         return None
     return PlannedOp(kind=kind, stage=tensor.path.hops[tensor.hop].stage, microbatch=tensor.microbatch)

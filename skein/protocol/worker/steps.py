@@ -235,8 +235,7 @@ class Steps:
             pipeline.begin(Phase.TRAIN, assign.origins)
         else:
             pipeline.begin(Phase.TRAIN, resumption.origins)
-            for header in resumption.repeats:
-                self._deliver(header)
+            self._deliver(resumption.repeats)
         # Who goes on with an older step may have told of its end when nobody waited for that.
         self._reported = {about for about in self._reported if not about[0].trains}
         # A chunk that no path visits is complete as it is.
@@ -339,15 +338,17 @@ class Steps:
         self._deliver(self.pipeline.arrive(header))
         return True
 
-    def _deliver(self, header: HopTensor | None) -> None:
-        """Send a boundary tensor where its path says, or take it if that is here."""
-        while header is not None:
+    def _deliver(self, headers: Iterable[HopTensor]) -> None:
+        """Send boundary tensors where their paths say, or take those that are for this worker."""
+        waiting = deque(headers)
+        while waiting:
+            header = waiting.popleft()
             target = header.path.hops[header.hop].worker
-            if target != self._me:
+            if target == self._me:
+                assert self.pipeline is not None
+                waiting.extend(self.pipeline.arrive(header))
+            else:
                 self._standing.send(target, header)
-                return
-            assert self.pipeline is not None
-            header = self.pipeline.arrive(header)
 
     # --- ops ---
 
@@ -403,8 +404,8 @@ class Steps:
         if pipeline is None or op.step != self.version:
             return
         made = pipeline.end(op, outcome if isinstance(outcome, Loss) else None)
-        if made is not None and made.phase.trains:
-            self._logged[hop_key(made)] = op.chunk.stage
+        if op.phase.trains:
+            self._logged.update((hop_key(header), op.chunk.stage) for header in made)
         if self.pipeline is None:
             return
         self._deliver(made)

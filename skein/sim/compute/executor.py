@@ -18,7 +18,7 @@ from skein.numeric.sketch import SKETCH_LENGTH
 from skein.plan.ops import Direction, Kept
 from skein.protocol.messages.directives import Assign, Decision
 from skein.protocol.messages.progress import ResumedChunk
-from skein.protocol.messages.tensors import Envelope, HopTensor, ShardTensor
+from skein.protocol.messages.tensors import Envelope, ShardTensor
 from skein.protocol.worker.keeping.desk import Desk, is_release, key_of, operand_keys
 from skein.protocol.worker.ops import (
     ApplyOp,
@@ -255,11 +255,9 @@ class SimExecutor:
         if missing:
             raise Violated(f"{self.worker} begins {op} without {missing}")
 
-    def _boundary_bytes(self, header: HopTensor) -> int:
-        hops = header.path.hops
-        if header.direction is Direction.FORWARD:
-            return self.times[hops[header.hop - 1].stage].output_bytes
-        return self.times[hops[header.hop + 1].stage].input_bytes
+    def _boundary_bytes(self, op: ComputeOp) -> int:
+        times = self.times[op.chunk.stage]
+        return times.output_bytes if op.kind.row.gives is Direction.FORWARD else times.input_bytes
 
     def seconds(self, op: Op) -> float:
         """Seconds that an op takes here."""
@@ -324,9 +322,9 @@ class SimExecutor:
             accumulated = self.chunks[op.chunk.stage].accumulated
             contribution = (op.step, op.microbatch, op.chunk.stage)
             accumulated[contribution] = accumulated.get(contribution, 0) + 1
-        output = op.output
-        if output is not None and not is_release(output):
-            self._outputs[hop_key(output)] = Payload(self._boundary_bytes(output))
+        for header in op.outputs:
+            if not is_release(header):
+                self._outputs[hop_key(header)] = Payload(self._boundary_bytes(op))
         return Loss(loss_sum=float(op.microbatch + 1), num_tokens=1) if row.scores else None
 
     def _pack(self, op: PackOp) -> None:

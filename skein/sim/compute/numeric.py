@@ -176,6 +176,10 @@ class NumericExecutor(SimExecutor, ABC):
         """Numbers go with what an op makes."""
         self._outputs[key] = replace(self._outputs[key], values=values)
 
+    def _give_on(self, op: ComputeOp, values: F64) -> None:
+        for header in op.outputs:
+            self._give(hop_key(header), values)
+
     def _operand(self, op: ComputeOp) -> F64:
         return self._sample(op)[0] if op.operand is None else self._values(op.operand)
 
@@ -231,8 +235,7 @@ class NumericExecutor(SimExecutor, ABC):
         x_BD = self._operand(op)
         if op.phase.keeps_graph:
             self._inputs[op.microbatch, op.chunk.stage] = x_BD
-        assert op.output is not None
-        self._give(hop_key(op.output), self._through(op.chunk.stage, x_BD)[-1])
+        self._give_on(op, self._through(op.chunk.stage, x_BD)[-1])
 
     def _loss(self, op: LossOp | LossInputOp) -> Loss:
         x_BD = self._operand(op)
@@ -250,8 +253,7 @@ class NumericExecutor(SimExecutor, ABC):
         for (layer, theta), before_BD in reversed(list(zip(self._layers(stage), inputs, strict=False))):
             dy_BD, gradient = self._model.backward(layer, theta, before_BD, dy_BD)
             gradients.append((self._model.name(layer), gradient))
-        if op.output is not None:
-            self._give(hop_key(op.output), dy_BD)
+        self._give_on(op, dy_BD)
         return gradients
 
     def _add(self, op: ComputeOp, gradients: _Gradients) -> None:

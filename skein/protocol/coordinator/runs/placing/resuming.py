@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from skein.plan.changing.reroute import rerouted, usable
 from skein.plan.changing.unfinished import Contribution, Need, Rest, rest_of
-from skein.plan.ops import Direction, Kept, path_ops
+from skein.plan.ops import Direction, Kept
 from skein.plan.plan import Path, Plan
 from skein.protocol.coordinator.runs.placing.sources import holders_by_stage
 from skein.protocol.messages.directives import Origin, Resumption
@@ -232,7 +232,7 @@ def _lost(plan: Plan, progress: _Progress, ledger: frozenset[Contribution]) -> f
 def _droppable(plan: Plan, ledger: frozenset[Contribution]) -> frozenset[Contribution]:
     """Lost contributions that nothing depends on, what waited for them being done; none of a lost loss."""
     made = zip(plan.paths, _made_before(plan, ledger), strict=True)
-    ended = [x for m, (path, x) in enumerate(made) if (MicrobatchId(m), path.hops[-1].stage) in ledger]
+    ended = [x for m, (path, x) in enumerate(made) if (MicrobatchId(m), path.end.stage) in ledger]
     return frozenset[Contribution]().union(*ended) - ledger
 
 
@@ -241,7 +241,7 @@ def _made_before(plan: Plan, ledger: frozenset[Contribution]) -> Iterator[set[Co
     for m, path in enumerate(plan.paths):
         made: set[Contribution] = set()
         ended: set[int] = set()
-        for op in reversed(path_ops(len(path.hops), path.split)):
+        for op in reversed(path.ops):
             at = (MicrobatchId(m), path.hops[op.hop].stage)
             is_sum = op.kind.row.is_accumulating
             if (is_sum and at in ledger) or not ended.isdisjoint(op.followers):

@@ -66,7 +66,7 @@ class Leading(RunPart):
         if report.version != self._job.version or not report.microbatches:
             return False
         walker = report.microbatches[0] % num_walkers
-        if plan.evaluation_paths[walker].hops[-1].worker != worker:
+        if plan.evaluation_paths[walker].end.worker != worker:
             return False
         score = report.loss_sum / report.num_tokens if report.num_tokens else float("inf")
         self._claims.setdefault(

@@ -103,7 +103,7 @@ class Stepping(RunPart):
         self.round = Round(
             terms,
             replace(groups, checkers=checkers),
-            [path.hops[-1] for path in plan.paths],
+            [path.end for path in plan.paths],
             expected=self._placement.expected(),
             epoch=history.epoch,
             generation=self._job.generation,

@@ -8,7 +8,6 @@ Rules of this file
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import inf
 from statistics import median
 
@@ -247,7 +246,7 @@ class Measured:
         num_tensors = Counter(
             pair
             for path in plan.paths
-            for here, there in pairwise(path.hops)
+            for here, there in path.links
             for pair in ((here.worker, there.worker), (there.worker, here.worker))
         )
         for way in plan.transfer_times:
