@@ -371,9 +371,9 @@ def only_using(kept: Kept) -> tuple[OpKind, ...]:
 
 
 @cache
-def op_numbers_at(num_hops: int) -> Mapping[tuple[OpKind, int], int]:
-    """The number of each op of a path of so many hops with whole backwards, by its kind and hop."""
-    return {(op.kind, op.hop): op.number for op in path_ops(num_hops)}
+def op_numbers_at(num_hops: int, split: tuple[int, ...] = ()) -> Mapping[tuple[OpKind, int], int]:
+    """The number of each op of a path of so many hops, by its kind and hop; `split` as of `path_ops`."""
+    return {(op.kind, op.hop): op.number for op in path_ops(num_hops, split)}
 
 
 def _numbered(num_awaited: dict[_Place, int], followers: Mapping[_Place, list[_Place]]) -> dict[_Place, int]:

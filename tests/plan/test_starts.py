@@ -1,4 +1,7 @@
-"""No plan of a job is slower than the best order that is known for the same workers, cuts, links and memory."""
+"""No plan is slower than the best order known for the same workers, cuts, links and memory, split backwards or not."""
+
+from itertools import product
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -6,10 +9,12 @@ import pytest
 from bench.studies.schedules.choice import choose
 from skein.config.job import JobSpec, PlanSpec
 from skein.plan.balanced import pool_of
+from skein.plan.ops import OpKind
 from skein.plan.plan import Plan
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.job_problem import Posed, pose
 from skein.plan.route.plan_routing import routing_of
+from skein.plan.route.schedules.shape import PipelinePlacement, Shape
 from skein.plan.searched import make_searched_plan
 from skein.rng import stream
 from skein.topology.fleet import Fleet
@@ -22,7 +27,10 @@ NUM_FLEETS = examples(300)
 
 
 def drawn(number: int) -> tuple[JobSpec, Fleet]:
-    """A pipeline of unequal workers and links, with one stage each, two or four, and memory for all or for few."""
+    """A pipeline of unequal workers and links, with one stage each, two or four, and memory for all or for few.
+
+    Every other two have split backwards.
+    """
     draw = stream(number, "drawn pipelines")
     num_workers, num_chunks = int(draw.integers(2, 5)), int(draw.choice([1, 1, 2, 4]))
     spec = job(
@@ -32,7 +40,8 @@ def drawn(number: int) -> tuple[JobSpec, Fleet]:
         num_microbatches=int(draw.integers(1, 4 * num_workers + 1)),
         is_tied=False,
     )
-    spec = spec.model_copy(update={"plan": PlanSpec(budget_s=0.01)})
+    backward: Literal["whole", "split"] = "split" if number % 4 > 1 else "whole"
+    spec = spec.model_copy(update={"plan": PlanSpec(budget_s=0.01, backward=backward)})
     names = [f"w{i}" for i in range(num_workers)]
     flops = sum(layer.forward_flops + layer.backward_flops for layer in spec.layers) * 2
     speeds = [1e9 * float(draw.uniform(1, 4 if number % 2 else 1.01)) for _ in names]
@@ -49,7 +58,7 @@ def drawn(number: int) -> tuple[JobSpec, Fleet]:
 
 
 def known_s(posed: Posed) -> float:
-    """Seconds of the best order that there is for these stages in the order of the fleet, with whole backwards."""
+    """Seconds of the best order that there is for these stages in the order of the fleet."""
     problem, p = posed.problem, posed.problem.num_workers
     links = Links(
         latency_s=problem.transfer_s - problem.wire_s,
@@ -57,14 +66,16 @@ def known_s(posed: Posed) -> float:
         sharing=Sharing.ENDS,
     )
     cuts = []
-    for num_chunks in range(1, problem.num_stages // p + 1):
+    for num_chunks, placement in product(range(1, problem.num_stages // p + 1), PipelinePlacement):
         width, rest = divmod(problem.num_stages, p * num_chunks)
-        if not rest:
-            runs = [(r % p, range(r * width, (r + 1) * width)) for r in range(p * num_chunks)]
-            cuts.append(Cut(stages=tuple(cost(posed, *run) for run in runs), num_chunks=num_chunks))
+        if not rest and (placement is PipelinePlacement.LOOP or num_chunks == 2):
+            shape = Shape(num_workers=p, num_microbatches=1, num_chunks=num_chunks, placement=placement)
+            runs = [(w, range(r * width, (r + 1) * width)) for r, w in enumerate(shape.worker_by_stage)]
+            stages = tuple(cost(posed, *run) for run in runs)
+            cuts.append(Cut(stages=stages, num_chunks=num_chunks, placement=placement))
     most = problem.num_microbatches
     memory = [int(problem.slots[w].min()) * problem.num_stages // p for w in range(p)]
-    choice = choose(most, cuts, links, memory, may_split=False)
+    choice = choose(most, cuts, links, memory, may_split=problem.is_split)
     return choice.ranking[0].simulation.makespan_s
 
 
@@ -73,11 +84,15 @@ def cost(posed: Posed, worker: int, stages: range) -> StageCost:
     problem = posed.problem
     is_last = stages.stop == problem.num_stages
     passed = list(stages[: len(stages) - is_last])
+    home = [OpKind.INPUT, OpKind.LOSS_INPUT] if problem.is_split else [OpKind.BACKWARD, OpKind.LOSS]
+    input_s, loss_s = (problem.seconds_of([kind])[worker] for kind in home)
+    weight_s = problem.seconds_of([OpKind.WEIGHT])[worker, list(stages)] * problem.is_split
     return StageCost(
         forward_s=float(problem.forward_s[worker, passed].sum()),
-        input_s=float(problem.backward_s[worker, passed].sum()) + is_last * float(problem.loss_s[worker]),
-        weight_s=0.0,
+        input_s=float(input_s[passed].sum()) + is_last * float(loss_s[-1]),
+        weight_s=float(weight_s.sum()),
         activation_bytes=len(stages),
+        kept_bytes=len(stages) * problem.is_split,
         output_bytes=int(not is_last),
         gradient_bytes=int(not is_last),
     )

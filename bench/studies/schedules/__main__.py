@@ -16,7 +16,7 @@ import numpy as np
 
 from bench.report import Row, finish
 from bench.studies.schedules.choice import Candidate, choose
-from tests.support.scheduling.ops import PipelinePlacement
+from skein.plan.route.schedules.shape import PipelinePlacement
 from tests.support.scheduling.pricing import Cut, Links, StageCost, even_cut
 
 NUM_WORKERS = 4

@@ -5,19 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from skein.errors import UserError
+from skein.plan.route.schedules.named import NAMED_ORDERS, Named
+from skein.plan.route.schedules.shape import PipelinePlacement, Shape
+from skein.plan.route.schedules.split import one_f_one_i
 from tests.support.scheduling.depth import depth_options, kept_weights
 from tests.support.scheduling.legality import violations
-from tests.support.scheduling.ops import (
-    PipelineOpKind,
-    PipelinePlacement,
-    PipelineSchedule,
-    Shape,
-    one_f_one_b,
-)
+from tests.support.scheduling.ops import PipelineOpKind, PipelineSchedule, one_f_one_b, schedule_of
 from tests.support.scheduling.pricing import Cut, Links
 from tests.support.scheduling.simulate import Simulation, simulate
-from tests.support.scheduling.split import one_f_one_i
-from tests.support.scheduling.table import GENERATORS
 from tests.support.scheduling.vocabulary import one_f_one_b_shards, v_half_shards
 
 _TIE = 1e-9
@@ -100,14 +95,22 @@ def _proposals(
     if cut.shards:
         yield from _with_shards(cut, shape.num_microbatches, links)
         return
-    for name, generator in GENERATORS.items():
-        if generator.does(cut.num_chunks, cut.placement):
-            yield name + label, [partial(generator.make, shape)]
+    for name, named in NAMED_ORDERS.items():
+        if named.does(cut.num_chunks, cut.placement):
+            yield name + label, [partial(_named, named, shape)]
     if cut.num_chunks == 1:
         options = depth_options(cut, links, shape.num_microbatches, memory_bytes)
         yield "one_f_one_b_deep", [partial(one_f_one_b, shape, depths) for depths in options]
         kept = [kept_weights(cut, depths, shape.num_microbatches, memory_bytes) for depths in options]
-        yield "zb_deep", [partial(one_f_one_i, shape, *pair) for pair in zip(options, kept, strict=True)]
+        yield "zb_deep", [partial(_deep, shape, *pair) for pair in zip(options, kept, strict=True)]
+
+
+def _named(named: Named, shape: Shape) -> PipelineSchedule:
+    return schedule_of(shape, named.make(shape))
+
+
+def _deep(shape: Shape, depths: Sequence[int], kept: Sequence[int]) -> PipelineSchedule:
+    return schedule_of(shape, one_f_one_i(shape, depths, kept))
 
 
 def _with_shards(cut: Cut, num_microbatches: int, links: Links) -> Iterator[tuple[str, Sequence[_Make]]]:

@@ -2,7 +2,8 @@
 
 Pipelines in which every microbatch visits all stages fall into chains; the ops of a chain are put in order by the
 generators of `skein.plan.route.schedules`, for the placement that is given and for others of the same stages: adjacent
-ones on each worker, or in a loop. Where paths skip stages there are no chains, and first come, first served remains.
+ones on each worker, in a loop, or in a V. A whole backward of theirs is an input op and a weight op at once where the
+problem's are split. Where paths skip stages there are no chains, and first come, first served remains.
 """
 
 from collections import deque
@@ -20,12 +21,19 @@ from skein.plan.route.evaluate import ordered
 from skein.plan.route.kernels.arrays import num_seats
 from skein.plan.route.plan_routing import in_time
 from skein.plan.route.problem import I64, Problem, Routing
-from skein.plan.route.schedules import NAMED_ORDERS, Orders, Shape, one_f_one_b
+from skein.plan.route.schedules.named import NAMED_ORDERS
+from skein.plan.route.schedules.shape import Orders, PipelinePlacement, Shape
+from skein.plan.route.schedules.split import one_f_one_i
+from skein.plan.route.schedules.whole import one_f_one_b
 from skein.units import counted
 
 FIRST_COME, DEEP = "first come, first served", "one_f_one_b with warm-up by latency"
+ZB_DEEP = "zb_deep"
 _LONG = 5_000
 """Ops of a step beyond which other placements and depths would cost the search its time."""
+
+_AT_LOSS = {OpKind.BACKWARD: OpKind.LOSS, OpKind.INPUT: OpKind.LOSS_INPUT, OpKind.WEIGHT: OpKind.WEIGHT}
+"""What ops of a generator are at the last stage of a line."""
 
 _Chains = Mapping[tuple[int, ...], Sequence[int]]
 """Microbatches by the chunks that they visit."""
@@ -87,13 +95,20 @@ def _others(problem: Problem, worker_of: I64, chains: _Chains) -> Iterator[tuple
             for chain, workers, count in zip(chains, workers_of, num_runs, strict=True):
                 placed[list(chain)] = np.repeat(np.resize(workers, count), problem.num_stages // count)
             yield f", {counted(num_chunks, 'turn')} of {counted(len(workers_of[0]), 'worker')}", placed
+    for workers_of in (own, [sorted(x) for x in own], every) if problem.is_split else ():
+        if not any(problem.num_stages % (2 * len(workers)) for workers in workers_of):
+            placed = worker_of.copy()
+            for chain, workers in zip(chains, workers_of, strict=True):
+                there_and_back = [*workers, *reversed(workers)]
+                placed[list(chain)] = np.repeat(there_and_back, problem.num_stages // len(there_and_back))
+            yield f", in a V of {counted(len(workers_of[0]), 'worker')}", placed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pipeline:
     """A chain as its workers see it: adjacent stages with one worker are a run, as one stage of the generators.
 
-    `shape` is None where the runs are no loop.
+    At the turn of a V they are two runs. `shape` is None where the runs are neither a loop nor a V.
     """
 
     runs: tuple[tuple[int, tuple[int, ...]], ...]
@@ -106,11 +121,17 @@ class _Pipeline:
     @property
     def shape(self) -> Shape | None:
         num_chunks, rest = divmod(len(self.runs), len(self.workers))
-        shape = Shape(
-            num_workers=len(self.workers), num_microbatches=len(self.microbatches), num_chunks=num_chunks
-        )
-        is_loop = not rest and [self.workers[w] for w in shape.worker_by_stage] == [w for w, _ in self.runs]
-        return shape if is_loop else None
+        places = [self.workers.index(worker) for worker, _ in self.runs]
+        for placement in PipelinePlacement if not rest else ():
+            shape = Shape(
+                num_workers=len(self.workers),
+                num_microbatches=len(self.microbatches),
+                num_chunks=num_chunks,
+                placement=placement,
+            )
+            if [*shape.worker_by_stage] == places:
+                return shape
+        return None
 
 
 def _named_ways(problem: Problem, worker_of: I64, chains: _Chains) -> Iterator[tuple[str, _Ways]]:
@@ -120,8 +141,7 @@ def _named_ways(problem: Problem, worker_of: I64, chains: _Chains) -> Iterator[t
     workers = [worker for x in pipelines for worker in x.workers]
     if not pipelines or len(shapes) < len(pipelines) or len(workers) > len(set(workers)):
         return
-    is_chunked = [shape.num_chunks > 1 for shape in shapes]
-    for name, makes in _makes(problem, pipelines, shapes, is_chunked):
+    for name, makes in _makes(problem, pipelines, shapes):
         try:
             orders = [make() for make in makes]
         except UserError:
@@ -130,24 +150,33 @@ def _named_ways(problem: Problem, worker_of: I64, chains: _Chains) -> Iterator[t
 
 
 def _makes(
-    problem: Problem, pipelines: Sequence[_Pipeline], shapes: Sequence[Shape], is_chunked: Sequence[bool]
+    problem: Problem, pipelines: Sequence[_Pipeline], shapes: Sequence[Shape]
 ) -> Iterator[tuple[str, list[Callable[[], Orders]]]]:
     """Names, and how the order of each pipeline is made."""
-    if not any(is_chunked):
+    if all(shape.num_chunks == 1 for shape in shapes):
         depths = [_depths(problem, pipeline) for pipeline in pipelines]
         for number in range(max(map(len, depths)) if problem.num_ops <= _LONG else 1):
-            chosen = (options[number % len(options)] for options in depths)
+            chosen = [options[number % len(options)] for options in depths]
             yield DEEP, [partial(one_f_one_b, *pair) for pair in zip(shapes, chosen, strict=True)]
+            if problem.is_split:
+                kept = [_kept(problem, *pair) for pair in zip(pipelines, chosen, strict=True)]
+                both = zip(shapes, chosen, kept, strict=True)
+                yield ZB_DEEP, [partial(one_f_one_i, *three) for three in both]
     for name, named in NAMED_ORDERS.items():
-        if is_chunked == [named.is_chunked] * len(shapes):
+        is_carried_out = problem.is_split or not named.is_split
+        if is_carried_out and all(named.does(shape.num_chunks, shape.placement) for shape in shapes):
             yield name, [partial(named.make, shape) for shape in shapes]
 
 
 def _pipeline(worker_of: I64, chain: Sequence[int], microbatches: Sequence[int]) -> _Pipeline:
     held = groupby(range(len(chain)), key=lambda stage: int(worker_of[chain[stage]]))
-    return _Pipeline(
-        runs=tuple((worker, tuple(stages)) for worker, stages in held), microbatches=microbatches
-    )
+    runs = [(worker, tuple(stages)) for worker, stages in held]
+    at = len(runs) // 2
+    worker, turn = runs[at]
+    workers = [worker for worker, _ in runs]
+    if len(runs) > 1 and workers == workers[::-1] and len(turn) % 2 == 0:
+        runs[at : at + 1] = [(worker, turn[: len(turn) // 2]), (worker, turn[len(turn) // 2 :])]
+    return _Pipeline(runs=tuple(runs), microbatches=microbatches)
 
 
 def _depths(problem: Problem, pipeline: _Pipeline) -> Sequence[tuple[int, ...]]:
@@ -159,6 +188,13 @@ def _depths(problem: Problem, pipeline: _Pipeline) -> Sequence[tuple[int, ...]]:
         [int(problem.slots[worker, list(stages)].min()) for worker, stages in pipeline.runs],
         len(pipeline.microbatches),
     )
+
+
+def _kept(problem: Problem, pipeline: _Pipeline, depths: Sequence[int]) -> tuple[int, ...]:
+    """Weight ops that each worker may put off so that all hold as much as the first one, and no more than fits."""
+    most = min(depths[0], len(pipeline.microbatches))
+    held = [int(problem.slots[worker, list(stages)].min()) for worker, stages in pipeline.runs]
+    return tuple(max(0, min(most, slots) - depth) for slots, depth in zip(held, depths, strict=True))
 
 
 def _joined(problem: Problem, pipelines: Sequence[_Pipeline], orders: Sequence[Orders]) -> _Ways:
@@ -175,13 +211,13 @@ def _joined(problem: Problem, pipelines: Sequence[_Pipeline], orders: Sequence[O
 
 def _numbers(problem: Problem, stages: Sequence[int], kind: OpKind) -> Iterator[int]:
     """Numbers of the ops that a generator's op at these stages is. A line's last stage does all in its loss."""
-    hops = problem.num_hops
-    numbers = op_numbers_at(hops + 1)
-    for stage in reversed(stages) if kind.row.is_accumulating else stages:
-        if stage < hops:
-            yield numbers[kind, stage]
-        elif kind.row.is_accumulating:
-            yield numbers[OpKind.LOSS, hops]
+    number_of = op_numbers_at(problem.num_hops + 1, problem.split)
+    is_home = kind is not OpKind.FORWARD
+    parts = (OpKind.INPUT, OpKind.WEIGHT) if problem.is_split and kind is OpKind.BACKWARD else (kind,)
+    for part, stage in product(parts, reversed(stages) if is_home else stages):
+        at = _AT_LOSS.get(part) if stage == problem.num_hops else part
+        if at is not None:
+            yield number_of[at, stage]
 
 
 def _sequence(problem: Problem, ways: _Ways) -> I64 | None:

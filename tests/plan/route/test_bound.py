@@ -13,6 +13,7 @@ from skein.plan.route.bounds.lots import Tariff, alone_s, cheapest_lots
 from skein.plan.route.bounds.trips import stages_at, trips_of
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.problem import Problem
+from skein.plan.route.schedules.named import NAMED_ORDERS
 from skein.plan.route.search import Search
 from skein.types import Layout
 from tests.plan.route.problems import drawn, group_s
@@ -20,7 +21,6 @@ from tests.plan.schedules.builders import share, uniform
 from tests.support.exact import stage_walks
 from tests.support.extent import part
 from tests.support.routing_rules import violations
-from tests.support.scheduling.table import GENERATORS
 from tests.support.tiny_problems import CHUNKED_SEEDS, SEEDS, feasible, solved_chunked, tiny
 
 BOTH = (Layout.LOOP, Layout.LINE)
@@ -66,7 +66,7 @@ def test_named_orders_of_equal_workers_in_a_site_are_close_to_the_bound(
     takes_s = min(
         uniform(name, num_workers, 8, num_chunks, each=each).makespan_s
         for name in names
-        if GENERATORS[name].num_chunks in (None, num_chunks)
+        if NAMED_ORDERS[name].num_chunks in (None, num_chunks)
     )
     stages = (num_workers, num_workers * num_chunks)
     problem = Problem(

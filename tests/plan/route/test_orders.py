@@ -20,8 +20,12 @@ def pipeline(
     slots: int,
     chunks: int = 1,
     layout: Layout = Layout.LINE,
+    is_split: bool = False,
 ) -> Problem:
-    """One chain of equal workers, 1 s forward and 2 s backward a stage; `chunks` stages on each, in a loop."""
+    """One chain of equal workers, 1 s forward and 2 s backward a stage; `chunks` stages on each, in a loop.
+
+    Weight gradients are half of a backward.
+    """
     num_stages = num_workers * chunks
     times = np.ones((num_workers, num_stages)) / chunks
     links = np.full((num_workers, num_workers), hop_s)
@@ -40,6 +44,8 @@ def pipeline(
         transfer_s=links,
         wire_s=np.zeros_like(links),
         slots=np.full((num_workers, num_stages), slots),
+        weight_s=times,
+        is_split=is_split,
     )
 
 
@@ -78,6 +84,33 @@ def test_interleaving_shortens_the_bubble_where_workers_hold_two_stages_each() -
     taken = steps(pipeline(4, 8, hop_s=0.0, slots=16, chunks=2))
     assert taken["interleaved"] == pytest.approx(8 * 3 + 3 * 3 / 2)
     assert "one_f_one_b" not in taken
+
+
+def test_split_backwards_take_what_their_closed_forms_say() -> None:
+    one, two = (pipeline(4, 8, hop_s=0.0, slots=16, chunks=chunks, is_split=True) for chunks in (1, 2))
+    # m T with a bubble of (p - 1) (f + i - w); none, but spans shifted by (p - 1) f; the same of half stages.
+    assert steps(one)["zb_h1"] == pytest.approx(8 * 3 + 3)
+    assert steps(one)["zb_h2"] == pytest.approx(8 * 3 + 3)
+    assert steps(two)["zb_v, in a V of 4 workers"] == pytest.approx(8 * 3 + 3 / 2)
+    assert "zb_h1" not in steps(replace(one, is_split=False))
+
+
+def test_whole_backwards_are_no_slower_as_two_ops() -> None:
+    whole, split = (
+        steps(pipeline(4, 8, hop_s=0.5, slots=8, is_split=is_split)) for is_split in (False, True)
+    )
+    assert all(split[name] <= whole[name] for name in ("one_f_one_b", "gpipe", DEEP))
+
+
+def test_less_memory_leaves_orders_that_hold_less() -> None:
+    few, fewer = (steps(pipeline(4, 8, hop_s=0.0, slots=slots, is_split=True)) for slots in (4, 2))
+    assert "zb_h1" in few
+    assert not {"zb_h2", "gpipe"} & set(few)
+    assert min(few, key=lambda name: few[name]) == "zb_deep"
+    assert "zb_h1" not in fewer
+    assert fewer["zb_deep"] < fewer[DEEP]
+    halves = steps(pipeline(4, 8, hop_s=0.0, slots=3, chunks=2, is_split=True))
+    assert min(halves, key=lambda name: halves[name]) == "v_min, in a V of 4 workers"
 
 
 def test_paths_that_skip_have_no_order_by_name_but_first_come() -> None:

@@ -3,10 +3,12 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule, Shape
+from skein.plan.route.schedules.named import NAMED_ORDERS
+from skein.plan.route.schedules.shape import Shape
+from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule
 from tests.support.scheduling.pricing import Cut, Links, Sharing, StageCost, even_cut
 from tests.support.scheduling.simulate import Simulation, simulate
-from tests.support.scheduling.table import GENERATORS, make_schedule
+from tests.support.scheduling.table import make_schedule
 
 UNIT_BYTES = 60
 """Activations of one worker's share: divisible by any number of chunks that a test uses."""
@@ -32,7 +34,7 @@ def links(num_workers: int, latency_s: float = 0.0, sharing: Sharing = Sharing.N
 
 def cut_for(name: str, num_workers: int, num_chunks: int, each: StageCost | None = None) -> Cut:
     """Equal workers' shares, cut as schedule `name` wants them."""
-    return even_cut([each or share()] * num_workers, num_chunks, GENERATORS[name].placement)
+    return even_cut([each or share()] * num_workers, num_chunks, NAMED_ORDERS[name].placement)
 
 
 def uniform(
@@ -65,7 +67,7 @@ GROUPED = {"interleaved", "interleaved_zb"}
 
 def shapes(name: str) -> list[Shape]:
     """What a generator's laws are tried on."""
-    generator = GENERATORS[name]
+    generator = NAMED_ORDERS[name]
     return [
         Shape(num_workers=p, num_microbatches=m, num_chunks=v, placement=generator.placement)
         for p in (1, 2, 4, 5)
@@ -77,7 +79,7 @@ def shapes(name: str) -> list[Shape]:
 
 SMALL = [
     (name, shape)
-    for name in GENERATORS
+    for name in NAMED_ORDERS
     for shape in shapes(name)
     if shape.num_stages * shape.num_microbatches <= 48
 ]

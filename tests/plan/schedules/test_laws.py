@@ -7,13 +7,15 @@ import pytest
 
 from skein.errors import UserError
 from skein.plan.route.depths import cut_depths
+from skein.plan.route.schedules.named import NAMED_ORDERS
+from skein.plan.route.schedules.shape import PipelinePlacement, Shape
 from tests.plan.schedules.builders import cut_for, links, shapes
 from tests.support.scheduling.legality import peaks, violations
-from tests.support.scheduling.ops import PipelineOpKind, PipelinePlacement, Shape, one_f_one_b
+from tests.support.scheduling.ops import PipelineOpKind, one_f_one_b
 from tests.support.scheduling.simulate import simulate
-from tests.support.scheduling.table import GENERATORS, make_schedule
+from tests.support.scheduling.table import make_schedule
 
-EACH = pytest.mark.parametrize("name", GENERATORS)
+EACH = pytest.mark.parametrize("name", NAMED_ORDERS)
 
 
 def group(shape: Shape) -> int:
@@ -88,7 +90,7 @@ def test_equal_shapes_give_equal_schedules(name: str) -> None:
 
 
 def test_the_law_table_has_every_generator() -> None:
-    assert set(HELD) == set(GENERATORS)
+    assert set(HELD) == set(NAMED_ORDERS)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "interleaved_zb"])

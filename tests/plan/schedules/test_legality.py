@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from skein.plan.route.schedules.shape import Shape
 from tests.plan.schedules.builders import backward, cut_for, forward, links
 from tests.support.scheduling.legality import deadlock, peaks, violations
-from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule, Shape
+from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule
 from tests.support.scheduling.pricing import StageCost
 from tests.support.scheduling.simulate import simulate
 from tests.support.scheduling.table import make_schedule

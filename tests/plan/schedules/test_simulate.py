@@ -7,8 +7,9 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given
 
+from skein.plan.route.schedules.shape import Shape
 from tests.plan.schedules.builders import backward, forward, priced
-from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule, Shape
+from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule
 from tests.support.scheduling.pricing import Links, Sharing, StageCost
 from tests.support.scheduling.simulate import simulate
 from tests.support.scheduling.table import make_schedule

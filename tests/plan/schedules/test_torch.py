@@ -5,9 +5,11 @@ from itertools import product
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
+from skein.plan.route.schedules.named import NAMED_ORDERS
+from skein.plan.route.schedules.shape import Shape
 from tests.support.extent import part
-from tests.support.scheduling.ops import Op, PipelineOpKind, Shape
-from tests.support.scheduling.table import GENERATORS, make_schedule
+from tests.support.scheduling.ops import Op, PipelineOpKind
+from tests.support.scheduling.table import make_schedule
 
 NAME_THERE = {
     "gpipe": "GPipe",
@@ -48,7 +50,7 @@ def orders_there(name: str, p: int, m: int, v: int) -> list[list[Op]]:
 
 @pytest.mark.parametrize(("name", "p"), part(list(product(NAME_THERE, (4, 3, 2, 1))), every=3))
 def test_order_is_the_one_of_torch(name: str, p: int) -> None:
-    generator = GENERATORS[name]
+    generator = NAMED_ORDERS[name]
     for v in (2, 3) if generator.num_chunks is None else (generator.num_chunks,):
         for m in part((p, 2 * p, 5 * p), every=3, start=p + v):
             shape = Shape(num_workers=p, num_microbatches=m, num_chunks=v, placement=generator.placement)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from skein.plan.route.schedules.shape import PipelinePlacement
 from tests.plan.schedules.builders import links, share, uniform
 from tests.support.scheduling.legality import violations
-from tests.support.scheduling.ops import Op, PipelineOpKind, PipelinePlacement, PipelineSchedule, one_f_one_b
+from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule, one_f_one_b
 from tests.support.scheduling.pricing import Cut, Sharing, StageCost, even_cut
 from tests.support.scheduling.simulate import Simulation, simulate
 from tests.support.scheduling.vocabulary import one_f_one_b_shards, v_half_shards

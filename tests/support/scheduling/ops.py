@@ -1,4 +1,4 @@
-"""Op schedules whose backwards may be split, where their stages lie, and the planner's own orders in the same form."""
+"""Op schedules whose backwards may be split: the planner's orders, with where their stages lie."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from skein.plan.ops import OpKind
-from skein.plan.route import schedules
+from skein.plan.plan import PlannedOp
+from skein.plan.route.schedules import whole
+from skein.plan.route.schedules.shape import Orders, Shape
 
 
 class PipelineOpKind(StrEnum):
@@ -36,34 +38,6 @@ class Op(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.microbatch} of stage {self.stage}"
-
-
-class PipelinePlacement(StrEnum):
-    """Which chunks a worker holds: `LOOP` stages r, r + p, r + 2p, …; `V` stages r, 2p - 1 - r, 2p + r, …"""
-
-    LOOP = "loop"
-    V = "v"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape(schedules.Shape):
-    """p workers, v chunks on each, m microbatches per step.
-
-    >>> Shape(num_workers=3, num_chunks=2, num_microbatches=1, placement=PipelinePlacement.V).worker_by_stage
-    (0, 1, 2, 2, 1, 0)
-    """
-
-    placement: PipelinePlacement = PipelinePlacement.LOOP
-
-    @property
-    def worker_by_stage(self) -> tuple[int, ...]:
-        there = tuple(range(self.num_workers))
-        back = there[::-1] if self.placement is PipelinePlacement.V else there
-        return tuple(worker for i in range(self.num_chunks) for worker in (back if i % 2 else there))
-
-    def stage(self, worker: int, chunk: int) -> int:
-        turned = self.placement is PipelinePlacement.V and chunk % 2 == 1
-        return chunk * self.num_workers + (self.num_workers - 1 - worker if turned else worker)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +73,17 @@ class PipelineSchedule:
         return range(self.num_stages - (self.num_workers if self.num_barriers else 0), self.num_stages)
 
 
-def schedule_of(
-    shape: Shape, ops_by_worker: Iterable[Iterable[Op]], *, num_barriers: int = 0
-) -> PipelineSchedule:
+def schedule_of(shape: Shape, orders: Orders) -> PipelineSchedule:
+    """The schedule of `shape` that runs the ops of a planner's order."""
+    return listed(shape, (map(told_op, ops) for ops in orders))
+
+
+def told_op(op: PlannedOp) -> Op:
+    """An op of a planner's order."""
+    return Op(_KINDS[op.kind], op.stage, op.microbatch)
+
+
+def listed(shape: Shape, ops_by_worker: Iterable[Iterable[Op]], *, num_barriers: int = 0) -> PipelineSchedule:
     """The schedule of `shape` that runs these ops, with vocabulary shards on all workers if there are barriers."""
     shards = tuple(range(shape.num_workers)) if num_barriers else ()
     return PipelineSchedule(
@@ -112,17 +94,14 @@ def schedule_of(
     )
 
 
-def whole(shape: Shape, orders: schedules.Orders) -> PipelineSchedule:
-    """An order of the planner's, whose backwards are whole."""
-    return schedule_of(
-        shape,
-        ([Op(_KINDS[op.kind], op.stage, op.microbatch) for op in ops] for ops in orders),
-    )
-
-
 def one_f_one_b(shape: Shape, depths: Sequence[int] | None = None) -> PipelineSchedule:
     """1F1B to these depths, or the textbook's."""
-    return whole(shape, schedules.one_f_one_b(shape, depths))
+    return schedule_of(shape, whole.one_f_one_b(shape, depths))
 
 
-_KINDS = {OpKind.FORWARD: PipelineOpKind.FORWARD, OpKind.BACKWARD: PipelineOpKind.BACKWARD}
+_KINDS = {
+    OpKind.FORWARD: PipelineOpKind.FORWARD,
+    OpKind.BACKWARD: PipelineOpKind.BACKWARD,
+    OpKind.INPUT: PipelineOpKind.BACKWARD_INPUT,
+    OpKind.WEIGHT: PipelineOpKind.BACKWARD_WEIGHT,
+}

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from skein.plan.route.schedules.shape import PipelinePlacement, Shape
 from skein.topology.links import F64
-from tests.support.scheduling.ops import PipelineOpKind, PipelinePlacement, Shape
+from tests.support.scheduling.ops import PipelineOpKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,10 @@ Source: Balancing Pipeline Parallelism with Vocabulary Parallelism, arXiv 2411.0
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule, Shape, schedule_of
+from skein.plan.route.schedules.shape import Shape
+from skein.plan.route.schedules.vshape import INTERVAL, v_half_block
+from tests.support.scheduling.ops import Op, PipelineOpKind, PipelineSchedule, listed, told_op
 from tests.support.scheduling.pricing import Cut, Links
-from tests.support.scheduling.vshape import INTERVAL, v_half_block
 
 _ROUNDING = 1e-9
 """Part of an interval by which a start may be too early: sums in another order."""
@@ -84,7 +85,9 @@ def v_half_shards(cut: Cut, links: Links, num_microbatches: int) -> PipelineSche
     slot_s = max(x.forward_s + x.backward_s for x in cut.stages) / 3
     shard_s = max(x.forward_s + x.backward_s for x in cut.shards)
     interval_s = INTERVAL * slot_s + shard_s
-    blocks = [v_half_block(shape, r) for r in range(shape.num_workers)]
+    blocks = [
+        {told_op(op): at for op, at in v_half_block(shape, r).items()} for r in range(shape.num_workers)
+    ]
     last = cut.num_workers * 2 - 1
     forward, gradient = Op(PipelineOpKind.FORWARD, last, 0), Op(PipelineOpKind.BACKWARD_INPUT, last, 0)
     holder = shape.worker_by_stage[last]
@@ -162,4 +165,4 @@ def _repeated(
         # Starts that are equal but for rounding are of ops that take no time.
         return (op for _, _, op in sorted(starts, key=lambda x: (round(x[0], 9), x[1], x[2])))
 
-    return schedule_of(shape, map(in_order, blocks), num_barriers=num_barriers)
+    return listed(shape, map(in_order, blocks), num_barriers=num_barriers)
