@@ -44,6 +44,8 @@ from skein.units import counted
 OPS_PER_S = 5e7
 """Ops that a search runs in a second, on a slow core: what a budget in seconds is worth."""
 
+_NUM_CLOSE, _CLOSE = 2, 1.1
+"""Ways to settle what a job leaves open that share the budget: so many, if they begin so near to the shortest."""
 _NUM_LOST = 2
 """Starts that a plan tells of beside the best one."""
 _Started = Sequence[tuple[float, str]]
@@ -68,7 +70,7 @@ def make_searched_plan(
 
     Args:
         job: what to train; `job.plan.method` says how to plan. What it leaves open is settled by what a search would
-            begin with: the whole budget goes to the shortest.
+            begin with: the budget goes to the shortest, or is shared with the next if that is close.
         fleet: who may be given work.
         previous: the plan so far, if any: its cut stays, and its chunks stay where they are if they can. A job without
             one is also cut by the speeds of who would hold what.
@@ -93,17 +95,16 @@ def make_searched_plan(
         )
     if not hunts:
         return lacking
-    (hunt, plan), *others = _shortest_first(hunts)
-    found = hunt.begun(plan) if previous is None else hunt.followed(plan, previous)
-    return replace(found, reason=found.reason.then(_settled_so(hunt, others))) if others else found
-
-
-def _shortest_first(hunts: "list[tuple[_Hunt, Plan]]") -> "list[tuple[_Hunt, Plan]]":
-    """Searches with what each begins with, the shortest first."""
     if len(hunts) == 1:
-        return hunts
-    begun = [(hunt, hunt.improved(plan, 0.0)) for hunt, plan in hunts]
-    return sorted(begun, key=lambda x: x[1].predicted_step_s)
+        [(hunt, plan)] = hunts
+        return hunt.found(plan, previous)
+    ranked = sorted(((x, x.improved(plan, 0.0)) for x, plan in hunts), key=lambda x: x[1].predicted_step_s)
+    least_s = ranked[0][1].predicted_step_s
+    close = [x for x in ranked[:_NUM_CLOSE] if x[1].predicted_step_s <= _CLOSE * least_s]
+    found = [(x, x.sharing(len(close)).found(plan, previous)) for x, plan in close]
+    best, plan = min(found, key=lambda x: x[1].predicted_step_s)
+    others = [x for x in ranked if x[0] is not best]
+    return replace(plan, reason=plan.reason.then(_settled_so(best, others)))
 
 
 def _settled_so(hunt: "_Hunt", others: "list[tuple[_Hunt, Plan]]") -> Clause:
@@ -128,6 +129,15 @@ class _Hunt:
         """Manner in which the job's model is cut and its gradients are made, in words."""
         chunks = self.job.parallel.num_stages // self.job.parallel.stages
         return f"{counted(chunks, 'chunk')} and {self.job.plan.backward} backwards"
+
+    def sharing(self, count: int) -> "_Hunt":
+        """The same with its part of a budget that so many share."""
+        plan = self.job.plan.model_copy(update={"budget_s": self.job.plan.budget_s / count})
+        return replace(self, job=self.job.model_copy(update={"plan": plan}))
+
+    def found(self, balanced: Plan, previous: Plan | None) -> Plan:
+        """A plan from nothing, or the one that follows `previous`."""
+        return self.begun(balanced) if previous is None else self.followed(balanced, previous)
 
     def begun(self, balanced: Plan) -> Plan:
         """A plan from nothing, with equal stages or with those that suit who holds them."""
