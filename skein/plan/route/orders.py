@@ -33,7 +33,7 @@ _LONG = 5_000
 """Ops of a step beyond which other placements and depths would cost the search its time."""
 
 _AT_LOSS = {OpKind.BACKWARD: OpKind.LOSS, OpKind.INPUT: OpKind.LOSS_INPUT, OpKind.WEIGHT: OpKind.WEIGHT}
-"""What ops of a generator are at the last stage of a line."""
+"""Kinds that the ops of a generator are at the last stage of a line."""
 
 _Chains = Mapping[tuple[int, ...], Sequence[int]]
 """Microbatches by the chunks that they visit."""

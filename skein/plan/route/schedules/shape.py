@@ -18,7 +18,7 @@ Orders = tuple[tuple[PlannedOp, ...], ...]
 
 
 class PipelinePlacement(StrEnum):
-    """Which chunks a worker holds: `LOOP` stages r, r + p, r + 2p, …; `V` stages r, 2p - 1 - r, 2p + r, …"""
+    """Chunks that a worker holds: `LOOP` stages r, r + p, r + 2p, …; `V` stages r, 2p - 1 - r, 2p + r, …"""
 
     LOOP = "loop"
     V = "v"

@@ -10,7 +10,7 @@ from skein.plan.route.schedules.whole import textbook_depths
 
 
 def zb_h1(shape: Shape) -> Orders:
-    """As 1F1B, worker r keeping up to r weight gradients for later. All hold p microbatches, r of them only for that.
+    """1F1B with worker r keeping up to r weight gradients for later. All hold p microbatches, r of them only for that.
 
     Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, Section 2.2.
     """
@@ -18,7 +18,7 @@ def zb_h1(shape: Shape) -> Orders:
 
 
 def zb_h2(shape: Shape) -> Orders:
-    """As ZB-H1 with 2(p - r) - 1 forwards first and 2r kept weight gradients. All hold 2p - 1 microbatches.
+    """ZB-H1 with 2(p - r) - 1 forwards first and 2r kept weight gradients. All hold 2p - 1 microbatches.
 
     Each worker is busy from its first op to its last when f = i = w; their spans are shifted against each other, so
     steps follow without a gap only if each stage updates as soon as it is done.
