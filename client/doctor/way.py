@@ -23,7 +23,7 @@ Address = tuple[str, int]
 CONNECT_S = 3.0
 _ANSWER_S = 3.0
 _DELIVERED_S = 2.5
-"""In which the other system acknowledges a few packets; two of them may be lost and sent again."""
+"""In which the other system acknowledges a packet; three times it may be lost and is sent again."""
 _OTHER_PORT = 1
 """Port at which nothing listens: a system that is there says so at once, unless it drops that too."""
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
@@ -179,7 +179,9 @@ def look_for_black_hole(host: str, port: int) -> DoctorFinding | None:
 
 
 def _delivers(family: int, address: Address, packet_bytes: int | None) -> tuple[bool, int]:
-    """Whether several packets of that size, None for full ones, are acknowledged; and the system's own size.
+    """Whether a packet of that size, None for a full one, is acknowledged; and the system's own size.
+
+    One is enough: of a size that vanishes none ever arrives, while a link that others fill loses some of any size.
 
     Raises:
         OSError: no connection.
@@ -193,11 +195,12 @@ def _delivers(family: int, address: Address, packet_bytes: int | None) -> tuple[
             (socket.IPPROTO_IPV6, _IPV6_MTU) if family == socket.AF_INET6 else (socket.IPPROTO_IP, _IP_MTU)
         )
         own_bytes = probe.getsockopt(level, option)
-        probe.sendall(_PREFACE + _FILLER)
+        sent = _PREFACE + _FILLER
+        probe.sendall(sent)
         until_s = time.monotonic() + _DELIVERED_S
-        while _unacknowledged(probe) and time.monotonic() < until_s:
+        while _unacknowledged(probe) == len(sent) and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
-        return not _unacknowledged(probe), own_bytes
+        return _unacknowledged(probe) < len(sent), own_bytes
 
 
 _LOOK_S = 0.02
