@@ -26,12 +26,12 @@ def budgets(sizes: Sequence[float], num_picks: int, *, rows: Sequence[int] | Non
     if num_picks > most.sum():
         raise UserError("coreset.num_picks", num_picks, f"give at most {most.sum()}, the rows that there are")
     share = np.clip(np.asarray(sizes, np.float64) * num_picks / max(1.0, sum(sizes)), 1, most)
-    # Groups raised to one pick take theirs from the others, which are scaled down until all fit.
-    for _ in sizes:
-        free = (share > 1) & (share < most)
+    # Groups raised to one pick take theirs from the others; what full groups leave goes to those with room.
+    for _ in range(len(sizes) + 1):
         over = share.sum() - num_picks
-        if abs(over) < 1e-9 or not free.any():
+        if abs(over) < 1e-9:
             break
+        free = share > 1 if over > 0 else share < most
         share[free] = np.clip(share[free] * (1 - over / share[free].sum()), 1, most[free])
     given = np.floor(share + 1e-9).astype(np.int64)
     by_remainder = np.argsort(-(share - given).round(9), kind="stable")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from skein.errors import UserError
+from skein.numeric.coreset.budgets import budgets
 from skein.numeric.coreset.choice import choose_by_chance, choose_coreset, cover_error
 from skein.numeric.coreset.features import F64, Features, Ids, last_layer, vectors
 from skein.numeric.coreset.greedy import Greedy
@@ -166,6 +167,17 @@ def test_budgets_that_cannot_be_are_refused(num_picks: int, hint: str) -> None:
         choose_coreset(features, groups, num_picks)
     with pytest.raises(UserError, match=hint):
         choose_by_chance(groups, num_picks, seed=0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_budgets_fill_up_whatever_weights_groups_have(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    rows = generator.integers(1, 30, size=7)
+    sizes = generator.pareto(0.5, size=7) + 0.01
+    num_picks = int(generator.integers(7, rows.sum() + 1))
+    shares = budgets(sizes.tolist(), num_picks, rows=rows.tolist())
+    assert sum(shares) == num_picks
+    assert all(1 <= share <= most for share, most in zip(shares, rows, strict=True))
 
 
 def test_all_rows_may_be_chosen() -> None:
