@@ -6,6 +6,7 @@ import sys
 NAMES = (
     "backwards",
     "chaos",
+    "coreset",
     "detect",
     "hostile",
     "lying",

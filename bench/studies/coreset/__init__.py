@@ -1,0 +1,1 @@
+"""Parts of data that stand for the whole, beside chance and beside the whole."""
