@@ -151,7 +151,8 @@ def _check_fit(job: JobSpec) -> None:
         field = f"{named}.format"
         if isinstance(source, DigitsSource) and size is not None:
             hint = (
-                "images are nothing for a language model: give text, jsonl or tokens, or family: digits_cnn"
+                "images are nothing for a language model: "
+                "give text, jsonl or tokens, or family: digits_cnn or mlp"
             )
             raise UserError(field, source.format, hint)
         if not isinstance(source, DigitsSource) and size is None:

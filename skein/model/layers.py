@@ -165,8 +165,8 @@ def pending_bytes(
 
 def tied_names(model: AnyModel) -> frozenset[str]:
     """Names of the tensors that the first and the last layer share; a cut between them leaves two copies."""
-    first, *_, last = model.layer_parameters()
-    return frozenset(first.keys() & last.keys())
+    first, *others = model.layer_parameters()
+    return frozenset(first.keys() & others[-1].keys()) if others else frozenset()
 
 
 # --- for families ---

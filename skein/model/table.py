@@ -7,10 +7,11 @@ from pydantic import Field
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel
 from skein.model.families.mistral import MistralModel
+from skein.model.families.mlp import MlpModel
 from skein.model.families.qwen2 import Qwen2Model
 from skein.model.families.qwen3 import Qwen3Model
 
 ModelSpec = Annotated[
-    LlamaModel | MistralModel | Qwen2Model | Qwen3Model | DigitsCnnModel,
+    LlamaModel | MistralModel | Qwen2Model | Qwen3Model | DigitsCnnModel | MlpModel,
     Field(discriminator="family"),
 ]

@@ -55,7 +55,14 @@ def test_gossip_that_would_diverge_is_settled_before_it_is_sent() -> None:
 
 
 def test_images_for_a_classifier_are_accepted() -> None:
-    assert good(DIGITS, "data.sources=[{format: digits}]").model.family == "digits_cnn"
+    images = "data.sources=[{format: digits}]"
+    assert good(DIGITS, images).model.family == "digits_cnn"
+    regression = "model={family: mlp, widths: []}"
+    assert good(regression, images, "parallel.stages=1").model.family == "mlp"
+    with pytest.raises(
+        UserError, match=r"parallel\.stages: 2: the model has 1 layers to cut: give at most 1"
+    ):
+        good(regression, images, "parallel.stages=2")
 
 
 def test_paths_count_from_the_folder_of_the_file(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from skein.config.job import (
 from skein.config.optimizer import AdamWSpec
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.families.mlp import MlpModel
 from skein.model.table import ModelSpec
 from skein.types import JobState, Layout, Precision
 from skein.wire.views import StepFinished
@@ -208,8 +209,18 @@ def test_stages_that_are_left_out_train_like_one_torch_process_that_leaves_them_
     assert found[0] != pytest.approx(train(eight, whole)[0], rel=1e-3), "nothing was left out"
 
 
-def test_a_model_of_images_trains_like_one_torch_process(cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    ("name", "model", "num_stages"),
+    [
+        ("cnn", DigitsCnnModel(family="digits_cnn", channels=8, num_blocks=2), 2),
+        ("mlp", MlpModel(family="mlp", widths=(24, 16)), 2),
+        ("softmax", MlpModel(family="mlp", widths=()), 1),
+    ],
+)
+def test_a_model_of_images_trains_like_one_torch_process(
+    cluster: Cluster, name: str, model: ModelSpec, num_stages: int
+) -> None:
     data = DataSpec(sources=(DigitsSource(format="digits"),))
-    model = DigitsCnnModel(family="digits_cnn", channels=8, num_blocks=2)
-    job = make_job("digits", model, data, ParallelSpec(stages=2, replicas=2), Precision.FP64)
+    parallel = ParallelSpec(stages=num_stages, replicas=2)
+    job = make_job(f"digits-{name}", model, data, parallel, Precision.FP64)
     check(train(cluster, job), run_reference(job, NUM_STEPS), TOLERANCES[Precision.FP64])

@@ -158,7 +158,10 @@ def _open_tokens(source: SourceSpec, opening: SourceOpening, field: str) -> Samp
         case TokenSource():
             return open_tokens(source, opening, field=field)
         case DigitsSource():
-            hint = "are images, and a language model reads text: use text, jsonl or tokens, or family: digits_cnn"
+            hint = (
+                "are images, and a language model reads text: "
+                "use text, jsonl or tokens, or family: digits_cnn or mlp"
+            )
             raise UserError(f"{field}.format", source.format, hint)
         case _:
             assert_never(source)
@@ -166,7 +169,7 @@ def _open_tokens(source: SourceSpec, opening: SourceOpening, field: str) -> Samp
 
 def _open_image(source: SourceSpec, field: str) -> Samples:
     if not isinstance(source, DigitsSource):
-        hint = "is text, and digits_cnn reads images: use format: digits, or family: llama"
+        hint = "is text, and the model reads images: use format: digits, or family: llama"
         raise UserError(f"{field}.format", source.format, hint)
     return open_digits(field=field)
 

@@ -19,6 +19,7 @@ from worker.model.pending import Tray
 class _Saved(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
     tray: Tray
+    needs_input_grad: tuple[bool, ...]
 
 
 class _RmsNorm(Function):
@@ -69,10 +70,11 @@ class _Linear(Function):
         return functional.linear(x, weight.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad_weight = ctx.tray.gradient(weight, _product, grad, x)
-        return grad @ weight.to(grad.dtype), grad_weight, None
+        grad_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        return grad_x, grad_weight, None
 
 
 class _Embedding(Function):

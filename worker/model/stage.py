@@ -6,11 +6,13 @@ import torch
 
 from skein.model.decoder import DecoderModel
 from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.families.mlp import MlpModel
 from skein.model.layers import AnyModel
 from skein.types import Precision, StageSpec
 from worker.model.base import IGNORED_LABEL, Stage
 from worker.model.decoder import DecoderStage
 from worker.model.digits_cnn import DigitsCnnStage
+from worker.model.mlp import MlpStage
 
 __all__ = ["BUILDS", "IGNORED_LABEL", "Stage", "build_stage"]
 
@@ -27,7 +29,16 @@ def _digits_cnn(model: AnyModel, stage: StageSpec, _sequence_tokens: int, precis
     return DigitsCnnStage(model, stage, precision=precision)
 
 
-BUILDS: Mapping[type[AnyModel], Build] = {DecoderModel: _decoder, DigitsCnnModel: _digits_cnn}
+def _mlp(model: AnyModel, stage: StageSpec, _sequence_tokens: int, precision: Precision) -> Stage:
+    assert isinstance(model, MlpModel)
+    return MlpStage(model, stage, precision=precision)
+
+
+BUILDS: Mapping[type[AnyModel], Build] = {
+    DecoderModel: _decoder,
+    DigitsCnnModel: _digits_cnn,
+    MlpModel: _mlp,
+}
 """Functions that build an uninitialised stage, by class of the model; all decoders share one way."""
 
 

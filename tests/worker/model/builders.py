@@ -10,6 +10,7 @@ from skein.model.decoder import DecoderModel
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.families.mistral import MistralModel, MistralShape
+from skein.model.families.mlp import MlpModel
 from skein.model.families.qwen2 import Qwen2Model, Qwen2Shape
 from skein.model.families.qwen3 import Qwen3Model, Qwen3Shape
 from skein.model.layers import AnyModel
@@ -79,6 +80,8 @@ MODELS: dict[str, AnyModel] = {
         shape=Qwen3Shape.model_validate(_SIZES | {"head_dim": 16, "tie_word_embeddings": False})
     ),
     "digits": DigitsCnnModel(family="digits_cnn", channels=6, num_blocks=2),
+    "mlp": MlpModel(family="mlp", widths=(7, 6, 5)),
+    "mlp gelu": MlpModel(family="mlp", widths=(7, 6, 5), activation="gelu"),
 }
 DECODERS = [name for name, model in MODELS.items() if isinstance(model, DecoderModel)]
 
@@ -123,7 +126,7 @@ def assert_near(actual: Tensor | None, expected: Tensor, *, tolerance: float, wh
 def samples(model: AnyModel, num_samples: int = 3) -> tuple[Tensor, Tensor]:
     """Raw samples and their labels; of a text's, some are to be ignored."""
     draw = torch.Generator().manual_seed(num_samples)
-    if isinstance(model, DigitsCnnModel):
+    if model.vocab_size is None:
         images = torch.rand(num_samples, 1, 8, 8, generator=draw)
         return images, torch.randint(0, 10, (num_samples,), generator=draw)
     tokens = torch.randint(0, VOCABULARY, (num_samples, NUM_TOKENS), generator=draw)

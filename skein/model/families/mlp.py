@@ -1,0 +1,64 @@
+"""Linear layers one after the other, for scikit-learn's digits; softmax regression where none is hidden."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from skein.model.families.digits_cnn import DIGITS_CLASSES, DIGITS_PIXELS
+from skein.model.layers import LABEL_BYTES, AnyModel, LayerSpec, Shapes, num_elements
+from skein.types import Precision
+
+Activation = Literal["relu", "tanh", "gelu"]
+
+_Width = Annotated[int, Field(ge=1, le=65_536)]
+
+
+class MlpModel(AnyModel):
+    """A classifier of linear layers with biases for 8 x 8 grey images in 10 classes (scikit-learn's digits)."""
+
+    has_split_backward: ClassVar[bool] = True
+
+    family: Literal["mlp"]
+    widths: Annotated[tuple[_Width, ...], Field(max_length=64)] = (128, 128)
+    """Features of each hidden layer, first to last; [] makes softmax regression, which cannot be cut."""
+    activation: Activation = "relu"
+    """Between two layers."""
+
+    @property
+    def vocab_size(self) -> None:
+        return None
+
+    def sample_tokens(self, sequence_tokens: int) -> int:
+        """An image counts as one token."""
+        return 1
+
+    def products(self) -> Iterator[tuple[int, int]]:
+        """Features that each layer takes and gives, the head's last."""
+        return pairwise((DIGITS_PIXELS**2, *self.widths, DIGITS_CLASSES))
+
+    def layer_parameters(self) -> tuple[Shapes, ...]:
+        names = (*(f"layers.{i}" for i in range(len(self.widths))), "classifier")
+        return tuple(
+            {f"{name}.weight": (num_outputs, num_inputs), f"{name}.bias": (num_outputs,)}
+            for name, (num_inputs, num_outputs) in zip(names, self.products(), strict=True)
+        )
+
+    def layers(self, *, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
+        word, product = precision.word_bytes, precision.product_bytes
+        sizes = map(num_elements, self.layer_parameters())
+        return tuple(
+            LayerSpec(
+                name="head" if i == len(self.widths) else f"linear.{i}",
+                num_parameters=size,
+                forward_flops=2 * num_inputs * num_outputs,
+                extra_backward_flops=0 if i else -2 * num_inputs * num_outputs,
+                # What the product takes; GELU keeps what it takes itself besides.
+                activation_bytes=(2 if i and self.activation == "gelu" else 1) * num_inputs * product
+                + (num_outputs * word + LABEL_BYTES if i == len(self.widths) else 0),
+                output_bytes=0 if i == len(self.widths) else num_outputs * word,
+                pending_bytes=(num_inputs + num_outputs) * product,
+            )
+            for i, (size, (num_inputs, num_outputs)) in enumerate(zip(sizes, self.products(), strict=True))
+        )

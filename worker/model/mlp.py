@@ -1,0 +1,75 @@
+"""Stages of linear layers. A layer's activation belongs to the next one, which keeps its result for the product.
+
+B batch, F features.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from skein.model.families.mlp import Activation, MlpModel
+from skein.types import Precision, StageSpec
+from worker.model.base import Stage, empty_parameter, parameter_dtype, product_dtype
+from worker.model.ops import biased, linear
+from worker.model.pending import Tray
+
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "relu": functional.relu,
+    "tanh": torch.tanh,
+    "gelu": functional.gelu,
+}
+
+
+class _Linear(nn.Module):
+    """A linear map with bias, in the dtype of its input."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, dtype: torch.dtype, tray: Tray) -> None:
+        super().__init__()
+        self.weight = empty_parameter(num_outputs, num_inputs, dtype=dtype)
+        self.bias = empty_parameter(num_outputs, dtype=dtype)
+        self.tray = tray
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        return biased(linear(x_BF, self.weight, self.tray), self.bias, self.tray)
+
+
+class MlpStage(Stage):
+    """Layers: one per hidden width, the head. Images are (B, 1, 8, 8), labels (B,)."""
+
+    def __init__(self, model: MlpModel, stage: StageSpec, *, precision: Precision) -> None:
+        products = [*model.products()]
+        super().__init__(model, stage, num_layers=len(products), precision=precision)
+        self.dtype = parameter_dtype(precision)
+        self.product = product_dtype(precision)
+        self.activation = model.activation
+        held = {
+            i: _Linear(*products[i], self.dtype, self.tray)
+            for i in range(len(products))[stage.first : stage.stop]
+        }
+        self.classifier = held.pop(len(model.widths), None)
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in held.items()})
+
+    def body(self, x: Tensor) -> Tensor:
+        for i, layer in self.layers.items():
+            x = layer(self._taken(x, int(i))).to(self.dtype)
+        return x
+
+    def head(self, x: Tensor) -> Tensor:
+        assert self.classifier is not None, "this stage has no head"
+        logits: Tensor = self.classifier(self._taken(x, self.num_layers - 1))
+        return logits
+
+    def initial(self, name: str, shape: torch.Size) -> tuple[float, float]:
+        """He's initialisation for what is rectified, Glorot's variance by inputs for all else."""
+        if len(shape) == 1:
+            return 0.0, 0.0
+        gain = 1.0 if name.startswith("classifier") or self.activation == "tanh" else 2.0
+        return 0.0, math.sqrt(gain / shape[1])
+
+    def _taken(self, x: Tensor, layer: int) -> Tensor:
+        """Input of a layer's product, from raw samples or from the layer before."""
+        x = x.to(self.product)
+        return _ACTIVATIONS[self.activation](x) if layer else x.flatten(1)
