@@ -172,7 +172,7 @@ def test_export_says_that_no_token_ends_a_text(tmp_path: Path) -> None:
 
 
 def test_our_own_export_can_be_started_from(tmp_path: Path) -> None:
-    for model in (llama(), MODELS["digits"]):
+    for model in (llama(), MODELS["digits"], MODELS["mlp"]):
         out = tmp_path / model.family
         write_huggingface(stage_files(model, (0, 2, 4), tmp_path), model, out, max_shard_bytes=8_000)
         stage = whole(model, precision=Precision.FP32, seed=99)
