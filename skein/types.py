@@ -129,10 +129,17 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Tied:
-    """The group of the holders of the first and the last stage, who sum the tensors that both have."""
+    """The group of the holders of the first and the last stage, who sum the tensors that both have.
+
+    Where a tied vocabulary is cut, each shard of its output has a group of its own: of all who hold any of the tensors
+    that `first <= layer < stop` have in common with layers before.
+    """
+
+    first: int | None = None
+    stop: int | None = None
 
     def __str__(self) -> str:
-        return "tied"
+        return "tied" if self.first is None else f"tied.{self.first}-{self.stop}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +172,7 @@ GroupId = Own | Tied | Local | Exchanged
 """Identity of a group that reduces or exchanges. Its `str` is what logs and messages have; `parse_group` reads that."""
 
 _GROUP = re.compile(
-    r"tied|s(?P<own>\d{1,10})(@(?P<worker>.+))?"
+    r"tied(\.(?P<first>\d{1,10})-(?P<stop>\d{1,10}))?|s(?P<own>\d{1,10})(@(?P<worker>.+))?"
     r"|x(?P<stage>\d{1,10})(\.(f(?P<fragment>\d{1,10})|(?P<leader>\d{1,10})|(?P<all>all)))?",
     re.ASCII | re.DOTALL,
 )
@@ -177,8 +184,8 @@ def parse_group(text: str) -> GroupId:
     Raises:
         ValueError: there is none.
 
-    >>> [parse_group(text) for text in ("s2", "tied", "x2.f1")]
-    [Own(stage=2), Tied(), Exchanged(stage=2, fragment=1, leader=None)]
+    >>> [parse_group(text) for text in ("s2", "tied.8-9", "x2.f1")]
+    [Own(stage=2), Tied(first=8, stop=9), Exchanged(stage=2, fragment=1, leader=None)]
     >>> str(parse_group("x2.all")), str(parse_group("s2@w1"))
     ('x2.all', 's2@w1')
     """
@@ -188,6 +195,8 @@ def parse_group(text: str) -> GroupId:
     if found["own"] is not None:
         own = StageIndex(int(found["own"]))
         return Local(ChunkRef(stage=own, worker=WorkerId(found["worker"]))) if found["worker"] else Own(own)
+    if found["first"] is not None:
+        return Tied(first=int(found["first"]), stop=int(found["stop"]))
     if found["stage"] is None:
         return Tied()
     return Exchanged(

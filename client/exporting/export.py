@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from skein.errors import UserError
 from skein.model.layers import AnyModel
 from skein.model.parameters import parameter_shapes
+from skein.model.rows import made_of, whole_shapes
 
 _PIECE_ELEMENTS = 1 << 19
 _MAX_HEADER_BYTES = 100_000_000
@@ -61,6 +62,8 @@ class _Source:
 
 _Sources = tuple[_Source, ...]
 """Tensors of one shape, of which the mean is wanted."""
+_Blocks = tuple[_Sources, ...]
+"""Sources of a tensor, or of its blocks of rows one after the other."""
 
 
 def write_huggingface(
@@ -123,7 +126,7 @@ def require_unused(field: str, folder: Path) -> None:
         raise UserError(field, str(folder), "exists already; name a new or empty folder")
 
 
-def _sources(stage_files: Sequence[Path], model: AnyModel, prefixes: Sequence[str]) -> dict[str, _Sources]:
+def _sources(stage_files: Sequence[Path], model: AnyModel, prefixes: Sequence[str]) -> dict[str, _Blocks]:
     """Sources that every tensor of `model` is made of, in the order of its layers."""
     found: dict[str, _Source] = {}
     for path in stage_files:
@@ -136,7 +139,10 @@ def _sources(stage_files: Sequence[Path], model: AnyModel, prefixes: Sequence[st
         if found[name].shape != shape:
             hint = f"{name} is {list(found[name].shape)} where the model has {list(shape)}"
             raise UserError("stage_files", str(found[name].path), hint)
-    return {name: tuple(found[f"{prefix}{name}"] for prefix in prefixes) for name in shapes}
+    return {
+        whole: tuple(tuple(found[f"{prefix}{x}"] for prefix in prefixes) for x in made_of(whole, shapes))
+        for whole in whole_shapes(shapes)
+    }
 
 
 def _header(path: Path) -> dict[str, _Source]:
@@ -174,7 +180,7 @@ def _source(path: Path, entry: Mapping[str, object], start: int) -> _Source:
 
 
 def _write_weights(
-    directory: Path, sources_by_name: Mapping[str, _Sources], max_shard_bytes: int, dtype: Dtype
+    directory: Path, sources_by_name: Mapping[str, _Blocks], max_shard_bytes: int, dtype: Dtype
 ) -> list[str]:
     shards = list(_shards(sources_by_name, max_shard_bytes, dtype))
     if len(shards) == 1:
@@ -185,52 +191,54 @@ def _write_weights(
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_safetensors(directory / file_name, shard, dtype)
         weight_map |= dict.fromkeys(shard, file_name)
-    num_parameters = sum(_num_elements(sources) for sources in sources_by_name.values())
+    num_parameters = sum(_num_elements(blocks) for blocks in sources_by_name.values())
     metadata = {"total_parameters": num_parameters, "total_size": num_parameters * dtype.num_bytes}
     _write_json(directory / "model.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
     return [*sorted(set(weight_map.values())), "model.safetensors.index.json"]
 
 
-def _num_elements(sources: _Sources) -> int:
-    return math.prod(sources[0].shape)
+def _num_elements(blocks: _Blocks) -> int:
+    return sum(math.prod(sources[0].shape) for sources in blocks)
 
 
 def _shards(
-    sources_by_name: Mapping[str, _Sources], max_shard_bytes: int, dtype: Dtype
-) -> Iterator[dict[str, _Sources]]:
+    sources_by_name: Mapping[str, _Blocks], max_shard_bytes: int, dtype: Dtype
+) -> Iterator[dict[str, _Blocks]]:
     """Tensors in order, as many together as fit; one that is too big by itself is alone."""
-    shard: dict[str, _Sources] = {}
+    shard: dict[str, _Blocks] = {}
     shard_bytes = 0
-    for name, sources in sources_by_name.items():
-        num_bytes = _num_elements(sources) * dtype.num_bytes
+    for name, blocks in sources_by_name.items():
+        num_bytes = _num_elements(blocks) * dtype.num_bytes
         if shard and shard_bytes + num_bytes > max_shard_bytes:
             yield shard
             shard, shard_bytes = {}, 0
-        shard[name] = sources
+        shard[name] = blocks
         shard_bytes += num_bytes
     yield shard
 
 
-def _write_safetensors(path: Path, sources_by_name: Mapping[str, _Sources], dtype: Dtype) -> None:
+def _write_safetensors(path: Path, sources_by_name: Mapping[str, _Blocks], dtype: Dtype) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, sources in sources_by_name.items():
-        begin, end = end, end + _num_elements(sources) * dtype.num_bytes
-        shape = list(sources[0].shape)
+    for name, blocks in sources_by_name.items():
+        begin, end = end, end + _num_elements(blocks) * dtype.num_bytes
+        shapes = [sources[0].shape for sources in blocks]
+        shape = list(shapes[0]) if len(blocks) == 1 else [sum(x[0] for x in shapes), *shapes[0][1:]]
         header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # numbers begin at a multiple of 8 bytes
     with path.open("xb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for sources in sources_by_name.values():
-            _write_mean(sources, file, dtype)
+        for blocks in sources_by_name.values():
+            for sources in blocks:
+                _write_mean(sources, file, dtype)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _write_mean(sources: _Sources, target: BinaryIO, dtype: Dtype) -> None:
     """Appends the mean of `sources` to `target`, little-endian; of one that is its own numbers."""
-    num_elements = _num_elements(sources)
+    num_elements = math.prod(sources[0].shape)
     with ExitStack() as opened:
         files = [opened.enter_context(source.path.open("rb")) for source in sources]
         for source, file in zip(sources, files, strict=True):

@@ -15,10 +15,11 @@ from pydantic import Field, ValidationError, model_validator
 from skein.config.aggregation import AggregationSpec, AllReduce
 from skein.config.checks import ChecksSpec
 from skein.config.explain import Words
-from skein.config.optimizer import AdamWSpec, OptimizerSpec
+from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec
 from skein.config.resources import ResourcesSpec
 from skein.errors import LocalError, UserError
 from skein.model.layers import LayerSpec, layers_of
+from skein.model.rows import VocabularySpec, VocabularySplit, row_blocks
 from skein.model.table import ModelSpec
 from skein.spec import Spec
 from skein.types import Layout, Precision
@@ -166,16 +167,29 @@ class ParallelSpec(Spec):
     """Chunks of each worker: the model is cut into so many times `stages`, for as many workers. Raise this if workers
     idle while a step begins and ends, and links between them are fast: more tensors travel. `auto`: 1, 2 or 4,
     whatever a first plan is shortest with."""
+    vocabulary: VocabularySpec = VocabularySpec()
 
     @property
     def num_stages(self) -> int:
         """Stages that the model is cut into at least, without the head of `LOOP`; plans may have more under `auto`."""
-        return self.stages * (1 if self.chunks == "auto" else self.chunks)
+        return self.stages * (1 if self.chunks == "auto" else self.chunks) + self.num_shards
+
+    @property
+    def num_shards(self) -> int:
+        """Stages that are shards of the vocabulary."""
+        return self.stages * self.vocabulary.num_ends
+
+    @property
+    def shares(self) -> tuple[int, int, int]:
+        """Numbers of stages that the input's rows, the layers between, and the output's rows are cut into."""
+        num_ends = self.vocabulary.num_ends
+        num_outputs = self.stages * (num_ends > 0)
+        return self.num_shards - num_outputs, self.num_stages - self.num_shards, num_outputs
 
     def may_have(self, num_stages: int) -> bool:
         """Whether a plan may have so many stages, without the head of `LOOP`."""
         if self.chunks == "auto":
-            return num_stages in [self.stages * chunks for chunks in AUTO_CHUNKS]
+            return num_stages - self.num_shards in [self.stages * chunks for chunks in AUTO_CHUNKS]
         return num_stages == self.num_stages
 
     @property
@@ -321,6 +335,7 @@ class JobSpec(Spec):
         if self.skip.ratio:
             self._check_skip_ratio()
         self._check_chunks()
+        self._check_vocabulary()
         if self.plan.splits:
             self._check_split()
         if self.budget.hours is not None and self.aggregation.walkers.are_lines:
@@ -352,6 +367,28 @@ class JobSpec(Spec):
                 f"with {self.aggregation.rule} a walker holds each stage once, on workers of its own: give 1"
             )
             raise UserError("parallel.chunks", chunks, hint)
+
+    def _check_vocabulary(self) -> None:
+        split = self.parallel.vocabulary.split
+        object.__setattr__(self, "model", self.model.with_rows(split))
+        if split is VocabularySplit.OFF:
+            return
+        num_tokens, hint = self.model.vocab_size, None
+        if not self.model.has_vocabulary or num_tokens is None:
+            hint = f"models of family {self.model.family} have no vocabulary: give off"
+        elif self.parallel.layout.comes_back:
+            hint = "in layout loop labels stay where samples are read, and every shard needs them: give off, or line"
+        elif self.skip.ratio or self.skip.max_swaps:
+            hint = "shards of the vocabulary cannot be left out or change places: give off, or no skip"
+        elif self.aggregation.walkers.are_lines:
+            hint = f"with {self.aggregation.rule} a walker holds each stage once, on workers of its own: give off"
+        elif isinstance(self.optimizer, LambSpec):
+            hint = f"{self.optimizer.name} goes by the norm of whole tensors, which nobody holds: give off"
+        elif self.parallel.stages > len(row_blocks(num_tokens)):
+            most = len(row_blocks(num_tokens))
+            hint = f"{num_tokens} rows are cut into {most} shards at most: give off, or parallel.stages up to {most}"
+        if hint is not None:
+            raise UserError("parallel.vocabulary.split", split.value, hint)
 
     def _check_skip_ratio(self) -> None:
         stages, num_fixed, ratio = self.parallel.num_stages, self.num_fixed_stages, self.skip.ratio

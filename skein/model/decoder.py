@@ -5,7 +5,8 @@ A family gives its shape (sizes, biases, norms of heads), its dialect of `config
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Self
 
 from pydantic import Field, JsonValue, field_validator
@@ -26,16 +27,21 @@ from skein.model.layers import (
     num_elements,
     refuse_difference,
 )
+from skein.model.rows import VocabularySplit, block_name, row_blocks
 from skein.model.shape import DecoderShape
 from skein.types import Precision
 
 EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+NUM_SCORES = 2
+"""Numbers of a token that shards of the output pass on: the normaliser of the rows so far, and the label's logit."""
 
 
 class DecoderModel(AnyModel):
     """A language model, by preset or by shape; `init_from` names a Hugging Face directory."""
 
     has_split_backward: ClassVar[bool] = True
+    has_vocabulary: ClassVar[bool] = True
     sizes: ClassVar[type[DecoderShape]]
     dialect: ClassVar[Dialect]
     presets: ClassVar[Mapping[str, DecoderShape]] = {}
@@ -49,7 +55,7 @@ class DecoderModel(AnyModel):
 
     def __hash__(self) -> int:
         # `config` holds JSON, which has no hash; models that differ in it alone are few.
-        return hash((self.family, self.preset, self.shape, self.init_from))
+        return hash((self.family, self.preset, self.shape, self.init_from, self.vocabulary_split))
 
     @field_validator("config")
     @classmethod
@@ -71,29 +77,34 @@ class DecoderModel(AnyModel):
 
     def layer_parameters(self) -> tuple[Shapes, ...]:
         shape = decoder_shape(self)
-        matrix = (shape.vocab_size, shape.hidden_size)
-        head_matrix = EMBEDDING if shape.tie_word_embeddings else "lm_head.weight"
-        blocks = (_block(shape, f"model.layers.{i}") for i in range(shape.num_hidden_layers))
-        return (
-            {EMBEDDING: matrix},
-            *blocks,
-            {"model.norm.weight": (shape.hidden_size,), head_matrix: matrix},
+        split = self.vocabulary_split
+        output = EMBEDDING if shape.tie_word_embeddings else "lm_head.weight"
+        # What is tied to blocks is held in blocks.
+        has_input_blocks = split is VocabularySplit.BOTH or (
+            split is VocabularySplit.OUTPUT and shape.tie_word_embeddings
         )
+        embeddings = _matrix(shape, EMBEDDING, in_blocks=has_input_blocks)
+        norm = {NORM: (shape.hidden_size,)}
+        heads = _matrix(shape, output, in_blocks=split is not VocabularySplit.OFF)
+        return (
+            *(embeddings if split is VocabularySplit.BOTH else [_merged(embeddings)]),
+            *(_block(shape, f"model.layers.{i}") for i in range(shape.num_hidden_layers)),
+            *([_merged([norm, heads[0]])] if split is VocabularySplit.OFF else [norm, *heads]),
+        )
+
+    @property
+    def inner_layers(self) -> range:
+        num_blocks = decoder_shape(self).num_hidden_layers
+        first = len(row_blocks(self.vocab_size)) if self.vocabulary_split is VocabularySplit.BOTH else 1
+        return range(first, first + num_blocks)
 
     def layers(self, *, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
         shape = decoder_shape(self)
         _check_length(shape, sequence_tokens)
         word = precision.word_bytes
-        first, *blocks, last = self.layer_parameters()
+        every, inner = self.layer_parameters(), self.inner_layers
+        blocks = every[inner.start : inner.stop]
         hidden_bytes = sequence_tokens * shape.hidden_size * word
-        embedding = LayerSpec(
-            name="embedding",
-            num_parameters=num_elements(first),
-            forward_flops=0,
-            activation_bytes=sequence_tokens * LABEL_BYTES,
-            output_bytes=hidden_bytes,
-            pending_bytes=sequence_tokens * LABEL_BYTES + hidden_bytes,
-        )
         scores_flops = 2 * sequence_tokens * sequence_tokens * shape.attention_width
         middle = (
             LayerSpec(
@@ -109,18 +120,69 @@ class DecoderModel(AnyModel):
             )
             for i, tensors in enumerate(blocks)
         )
-        norm_bytes = shape.hidden_size * (word + precision.product_bytes) + word
+        return (*self._inputs(sequence_tokens, word), *middle, *self._outputs(sequence_tokens, precision))
+
+    def _inputs(self, sequence_tokens: int, word_bytes: int) -> tuple[LayerSpec, ...]:
+        """Embedding, or blocks of its rows; each hands the tokens on to the next one."""
+        shape = decoder_shape(self)
+        tokens_bytes = sequence_tokens * LABEL_BYTES
+        hidden_bytes = sequence_tokens * shape.hidden_size * word_bytes
+        layers = self.layer_parameters()[: self.inner_layers.start]
+        return tuple(
+            LayerSpec(
+                name="embedding" if len(layers) == 1 else f"embedding.{i}",
+                num_parameters=num_elements(tensors),
+                forward_flops=0,
+                activation_bytes=tokens_bytes,
+                output_bytes=hidden_bytes + (i < len(layers) - 1) * tokens_bytes,
+                pending_bytes=tokens_bytes + hidden_bytes,
+            )
+            for i, tensors in enumerate(layers)
+        )
+
+    def _outputs(self, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
+        """Final norm and head in one; or the norm, and blocks of the head's rows."""
+        shape = decoder_shape(self)
+        word = precision.word_bytes
+        norm, *blocks = self.layer_parameters()[self.inner_layers.stop :]
+        norm_bytes = sequence_tokens * (shape.hidden_size * (word + precision.product_bytes) + word)
+        hidden_bytes = sequence_tokens * shape.hidden_size * word
+        num_tied = num_elements(norm) - shape.hidden_size if shape.tie_word_embeddings else 0
         head = LayerSpec(
-            name="head",
-            num_parameters=num_elements(last),
-            num_tied_parameters=num_elements(first) if shape.tie_word_embeddings else 0,
-            forward_flops=2 * sequence_tokens * shape.hidden_size * shape.vocab_size,
-            activation_bytes=sequence_tokens * (norm_bytes + shape.vocab_size * word + LABEL_BYTES),
-            output_bytes=0,
-            pending_bytes=sequence_tokens * (shape.hidden_size + shape.vocab_size) * precision.product_bytes,
+            name="norm" if blocks else "head",
+            num_parameters=num_elements(norm),
+            num_tied_parameters=num_tied,
+            forward_flops=0,
+            activation_bytes=norm_bytes,
+            output_bytes=hidden_bytes,
             num_early_gradients=shape.hidden_size,
         )
-        return (embedding, *middle, head)
+        if not blocks:
+            num_rows = shape.vocab_size
+            return (
+                replace(
+                    head,
+                    forward_flops=2 * sequence_tokens * shape.hidden_size * num_rows,
+                    activation_bytes=norm_bytes + sequence_tokens * (num_rows * word + LABEL_BYTES),
+                    output_bytes=0,
+                    pending_bytes=sequence_tokens * (shape.hidden_size + num_rows) * precision.product_bytes,
+                ),
+            )
+        carried_bytes = hidden_bytes + sequence_tokens * NUM_SCORES * word
+        rows = (
+            LayerSpec(
+                name=f"head.{i}",
+                num_parameters=num_elements(tensors),
+                num_tied_parameters=num_elements(tensors) if shape.tie_word_embeddings else 0,
+                forward_flops=2 * sequence_tokens * num_elements(tensors),
+                activation_bytes=sequence_tokens * _num_rows(tensors) * precision.product_bytes,
+                output_bytes=0 if i == len(blocks) - 1 else carried_bytes,
+                # The input is kept as it came.
+                pending_bytes=sequence_tokens * _num_rows(tensors) * precision.product_bytes,
+            )
+            for i, tensors in enumerate(blocks)
+        )
+        return (head, *rows)
 
     def hugging_face(self) -> dict[str, object]:
         return config_from_shape(decoder_shape(self), self.dialect, self.family) | self.config
@@ -177,6 +239,22 @@ def _check_length(shape: DecoderShape, num_tokens: int) -> None:
         hint = f"attention would reach over all of a sample, the model's only over {shape.window} tokens "
         hint += f"(sliding_window): give at most {shape.window}"
         raise UserError("data.sequence_tokens", num_tokens, hint)
+
+
+def _matrix(shape: DecoderShape, name: str, *, in_blocks: bool) -> list[Shapes]:
+    """Matrix over the vocabulary, whole or in blocks of rows."""
+    if not in_blocks:
+        return [{name: (shape.vocab_size, shape.hidden_size)}]
+    blocks = row_blocks(shape.vocab_size)
+    return [{block_name(name, rows): (len(rows), shape.hidden_size)} for rows in blocks]
+
+
+def _merged(layers: Sequence[Shapes]) -> Shapes:
+    return {name: sizes for layer in layers for name, sizes in layer.items()}
+
+
+def _num_rows(tensors: Shapes) -> int:
+    return sum(sizes[0] for sizes in tensors.values())
 
 
 def _block(shape: DecoderShape, prefix: str) -> Shapes:

@@ -8,12 +8,16 @@ kernel that keeps no scores.
 
 import math
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Self
 
+from pydantic import PrivateAttr
+
 from skein.errors import UserError
+from skein.model.rows import VocabularySplit
 from skein.spec import Spec
 from skein.types import Precision, StageSpec
 
@@ -38,7 +42,7 @@ class LayerSpec:
     extra_backward_flops: int = 0
     """FLOPs of backward beyond twice the forward: scores recomputed, or less where no input wants a gradient."""
     num_tied_parameters: int = 0
-    """Number of the parameters that the first layer holds too."""
+    """Number of the parameters that a layer before holds too."""
     pending_bytes: int = 0
     """Size of the gradients put aside from input op to weight op, but for `num_early_gradients`."""
     num_early_gradients: int = 0
@@ -67,6 +71,23 @@ class AnyModel(Spec):
     family: str
     has_split_backward: ClassVar[bool] = False
     """Whether its functions can put weight gradients aside; else every backward is whole."""
+    has_vocabulary: ClassVar[bool] = False
+    """Whether it has matrices over a vocabulary, which can be cut into rows."""
+
+    _split: VocabularySplit = PrivateAttr(default=VocabularySplit.OFF)
+
+    @property
+    def vocabulary_split(self) -> VocabularySplit:
+        """Matrices over the vocabulary whose blocks of rows are layers."""
+        return self._split
+
+    def with_rows(self, split: VocabularySplit) -> Self:
+        """This model with a layer for each block of rows of the matrices that `split` names."""
+        if split is self._split:
+            return self
+        made = self.model_copy()
+        made._split = split
+        return made
 
     @property
     def begins_from(self) -> str | None:
@@ -86,8 +107,15 @@ class AnyModel(Spec):
     def layer_parameters(self) -> tuple[Shapes, ...]:
         """The tensors of each layer: what takes raw samples first, then the blocks, the head and its loss last.
 
-        With tied embeddings the first and the last layer list the same tensor, for each needs it where it runs.
+        With tied embeddings the ends of the list have tensors in common, for each needs them where it runs. Where the
+        vocabulary is cut, blocks of its rows are layers: of the output after the final norm, which is one too, and of
+        the input at the beginning.
         """
+
+    @property
+    def inner_layers(self) -> range:
+        """Places of the blocks in the layer list, between its ends."""
+        return range(1, len(self.layer_parameters()) - 1)
 
     @abstractmethod
     def layers(self, *, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
@@ -143,9 +171,9 @@ def layers_of(model: AnyModel, *, sequence_tokens: int, precision: Precision) ->
 def stage_cost(layers: Sequence[LayerSpec], stage: StageSpec) -> StageCost:
     """Cost of `stage` of `layers` per sample; a matrix tied within the stage is held, and counted, once."""
     held = layers[stage.first : stage.stop]
-    holds_both_ends = stage.first == 0 and stage.stop == len(layers)
+    num_twice = sum(x.num_tied_parameters for x in held) if stage.first == 0 else 0
     return StageCost(
-        num_parameters=sum(x.num_parameters for x in held) - holds_both_ends * layers[-1].num_tied_parameters,
+        num_parameters=sum(x.num_parameters for x in held) - num_twice,
         forward_flops=sum(x.forward_flops for x in held),
         backward_flops=sum(x.backward_flops for x in held),
         activation_bytes=sum(x.activation_bytes for x in held),
@@ -164,9 +192,9 @@ def pending_bytes(
 
 
 def tied_names(model: AnyModel) -> frozenset[str]:
-    """Names of the tensors that the first and the last layer share; a cut between them leaves two copies."""
-    first, *others = model.layer_parameters()
-    return frozenset(first.keys() & others[-1].keys()) if others else frozenset()
+    """Names of the tensors that two layers share; a cut between them leaves two copies."""
+    num_holders = Counter(name for layer in model.layer_parameters() for name in layer)
+    return frozenset(name for name, num in num_holders.items() if num > 1)
 
 
 # --- for families ---

@@ -9,8 +9,7 @@ from skein.types import StageSpec
 def counterparts(model: AnyModel, stage: StageSpec, neighbour: StageSpec) -> Mapping[str, str] | None:
     """For every tensor of `stage` the one of `neighbour` at the same place, layer by layer; None if they are not alike.
 
-    The model's first and last layer (embedding, head) do not count in `neighbour`, and a `stage` with one of them is
-    like no other.
+    The model's ends (embedding, head) do not count in `neighbour`, and a `stage` with a part of them is like no other.
 
     >>> from skein.model.families.digits_cnn import DigitsCnnModel
     >>> from skein.types import StageIndex
@@ -24,11 +23,11 @@ def counterparts(model: AnyModel, stage: StageSpec, neighbour: StageSpec) -> Map
     'blocks.0.conv.weight'
     """
     layers = model.layer_parameters()
-    ends = 0, len(layers) - 1
-    if stage.first in ends or stage.stop > ends[1]:
+    inner = model.inner_layers
+    if stage.first < inner.start or stage.stop > inner.stop:
         return None
     wanted = layers[stage.first : stage.stop]
-    given = [layers[at] for at in range(neighbour.first, neighbour.stop) if at not in ends]
+    given = [layers[at] for at in range(neighbour.first, neighbour.stop) if at in inner]
     if [tuple(layer.values()) for layer in wanted] != [tuple(layer.values()) for layer in given]:
         return None
     return {

@@ -12,6 +12,7 @@ from typing import assert_never
 
 from skein.model.layers import AnyModel, num_elements
 from skein.model.parameters import stage_shapes
+from skein.model.rows import VocabularySplit
 from skein.types import Exchanged, GroupId, Local, Own, StageIndex, StageSpec, Tied
 
 
@@ -50,10 +51,13 @@ def names_by_group(
 @lru_cache(maxsize=64)
 def reduced_by_group(model: AnyModel, stages: tuple[StageSpec, ...]) -> dict[GroupId, Reduced]:
     """Groups of a plan with these stages, those of one stage first, with what each reduces."""
-    planned: list[GroupId] = [Own(stage.index) for stage in stages]
-    if len(stages) > 1:
-        planned.append(Tied())
     layers = model.layer_parameters()
+    planned: list[GroupId] = [Own(stage.index) for stage in stages]
+    if model.vocabulary_split is not VocabularySplit.OFF:
+        ends = (stage for stage in stages if stage.stop > model.inner_layers.stop + 1)
+        planned += [Tied(first=stage.first, stop=stage.stop) for stage in ends]
+    elif len(stages) > 1:
+        planned.append(Tied())
     found: dict[GroupId, Reduced] = {}
     for stage in stages:
         shapes = stage_shapes(model, stage)
@@ -70,8 +74,11 @@ def reduced_by_group(model: AnyModel, stages: tuple[StageSpec, ...]) -> dict[Gro
 def _taken(group: GroupId, layers: Sequence[Collection[str]]) -> Collection[str]:
     """Names of the parameters that a group takes from the own groups of the stages that hold them."""
     match group:
-        case Tied():
-            return set(layers[0]).intersection(layers[-1])
+        case Tied(first=first, stop=stop):
+            ahead = layers[: len(layers) - 1 if first is None else first]
+            return (
+                set().union(*layers[first:stop] if stop else layers[-1:]).intersection(*[set().union(*ahead)])
+            )
         case Own() | Local() | Exchanged():
             return ()
         case _:

@@ -37,7 +37,7 @@ from skein.plan.clock.timing import (
     with_times,
 )
 from skein.plan.clock.walked import MOST_OPS, Pace, pace_of, sums_of, walked_s
-from skein.plan.cut import cut, cut_under_memory
+from skein.plan.cut import cut_job, cut_under_memory
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import (
     StageLoad,
@@ -84,7 +84,7 @@ def make_balanced_plan(
             reason=f"leaving stages out in rotation jumps {jump} at once: skip.max_jump is {most}"
         )
     try:
-        even = cut(job.layers, job.parallel.num_stages, job.parallel.layout)
+        even = cut_job(job)
     except UserError as error:
         return Infeasible(reason=str(error))
     setting = Setting(job=job, fleet=fleet, pool=pool_of(job, fleet))
@@ -264,7 +264,7 @@ def _replan(setting: Setting, previous: Plan) -> Plan | None:
 
 
 def _plan_afresh(setting: Setting, even: tuple[StageSpec, ...]) -> Plan | Infeasible:
-    seating = seat(setting.demand(even), setting.pool)
+    seating = _seated_with_shards(setting, even)
     if seating is not None:
         return _finish(setting, even, seating, None)
     fitting = cut_under_memory(setting.job, setting.pool)
@@ -273,6 +273,33 @@ def _plan_afresh(setting: Setting, even: tuple[StageSpec, ...]) -> Plan | Infeas
     seating = reseat(setting.demand(fitting.stages), setting.pool, enumerate(fitting.worker_by_stage))
     assert seating is not None, "every stage has a worker with room for it"
     return _finish(setting, fitting.stages, seating, None)
+
+
+def _seated_with_shards(setting: Setting, stages: Sequence[StageSpec]) -> Seating | None:
+    """Holders of all stages; shards of the vocabulary lie with stages between its ends, one of each end with each."""
+    demand = setting.demand(stages)
+    shares = setting.job.parallel.shares
+    if not setting.job.parallel.num_shards:
+        return seat(demand, setting.pool)
+    inputs, between, outputs = (
+        range(sum(shares[:end]), sum(shares[: end + 1])) for end in range(len(shares))
+    )
+    together = {base: [base] for base in between}
+    # A worker's chunks lie beside each other.
+    bases = between[:: len(between) // len(outputs)]
+    for shards in (inputs, outputs):
+        for base, shard in zip(bases, shards, strict=False):
+            together[base].append(shard)
+    joint = replace(
+        demand,
+        flops=np.array([demand.flops[held].sum() for held in together.values()]),
+        memory_bytes=np.array([demand.memory_bytes[held].sum() for held in together.values()]),
+    )
+    seating = seat(joint, setting.pool)
+    if seating is None:
+        return None
+    placed = zip(together.values(), seating.holders, strict=True)
+    return reseat(demand, setting.pool, [(s, w) for held, workers in placed for s in held for w in workers])
 
 
 def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, previous: Plan | None) -> Plan:

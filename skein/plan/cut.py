@@ -50,21 +50,66 @@ def cut(
     return _specs(_stops(_times(layers, layout, speeds or [1.0] * num_stages)), layout)
 
 
+def cut_job(job: JobSpec) -> tuple[StageSpec, ...]:
+    """The stages of a job, as of `cut`; shards of its vocabulary are cut apart from the layers between.
+
+    Raises:
+        UserError: there are fewer layers than stages.
+    """
+    parallel = job.parallel
+    num_layers = most_stages(job) + parallel.layout.num_head_stages
+    check_num_stages(num_layers, parallel.num_stages - parallel.num_shards, parallel.layout)
+    times = _times(job.layers, parallel.layout, [1.0] * parallel.num_stages)
+    return _specs(_stops_by_end(job, times), parallel.layout)
+
+
 def cut_within(
     job: JobSpec, speeds: Sequence[float], rooms_bytes: Sequence[float]
 ) -> tuple[StageSpec, ...] | None:
-    """Stages as of `cut` for these speeds, of no more than so many bytes with one slot; None if there are none."""
+    """Stages as of `cut_job` for these speeds, of no more than so many bytes with one slot; None if there are none."""
     layout = job.parallel.layout
     [sizes_bytes] = _sizes_bytes(job, 1)
     times = [
         np.where(sizes_bytes <= room_bytes, part_s, np.inf)
         for part_s, room_bytes in zip(_times(job.layers, layout, speeds), rooms_bytes, strict=True)
     ]
-    stops = _stops(times)
+    stops = _stops_by_end(job, times)
     ends = pairwise((0, *stops))
     return (
         _specs(stops, layout) if all(np.isfinite(x[at]) for x, at in zip(times, ends, strict=True)) else None
     )
+
+
+def most_stages(job: JobSpec) -> int:
+    """Stages that there are layers for, without shards of the vocabulary and the head of `LOOP`."""
+    inputs, outputs = _ends(job)
+    return len(job.layers) - inputs - outputs - job.parallel.layout.num_head_stages
+
+
+def _ends(job: JobSpec) -> tuple[int, int]:
+    """Layers of the list that are blocks of the input's rows, and of the output's."""
+    inner, (num_inputs, _, num_outputs) = job.model.inner_layers, job.parallel.shares
+    # The final norm goes with the layers between.
+    return inner.start * (num_inputs > 0), (len(job.layers) - inner.stop - 1) * (num_outputs > 0)
+
+
+def _stops_by_end(job: JobSpec, times: Sequence[F64]) -> tuple[int, ...]:
+    """Stops as of `_stops`, within each end of the pipeline that is cut into shards, and between the ends.
+
+    Shards of the input take no time, so they are cut as those of the output are.
+    """
+    num_inputs, num_between, num_outputs = job.parallel.shares
+    if not num_outputs:
+        return _stops(times)
+    inputs, outputs = _ends(job)
+    last = len(job.layers) - outputs
+
+    def within(first: int, stop: int, parts: Sequence[F64]) -> tuple[int, ...]:
+        return tuple(first + x for x in _stops([part[first : stop + 1, first : stop + 1] for part in parts]))
+
+    rows = within(last, len(job.layers), times[num_inputs + num_between :])
+    between = within(inputs, last, times[num_inputs : num_inputs + num_between])
+    return (*(x - last for x in rows[:num_inputs]), *between, *rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +128,9 @@ def cut_under_memory(job: JobSpec, pool: Pool) -> FittingCut | Infeasible:
     max(least[used][i], cost(i..j) / speed_w) where bytes(i..j) fits w. Of a dozen workers or more, those most alike
     count as the slowest and the smallest of them.
     """
+    if job.parallel.num_shards:
+        reason = "no even cut into shards of the vocabulary fits the workers' memory"
+        return Infeasible(reason=f"{reason}: set more parallel.stages, or add workers")
     nearest = None
     for most_held in sorted({1, job.parallel.num_stages}):
         programme = _programme(job, pool, most_held)
@@ -121,10 +169,12 @@ def check_job(job: JobSpec) -> None:
             microbatches to share.
     """
     parallel = job.parallel
-    check_num_stages(len(job.layers), parallel.stages, parallel.layout)
-    most = (len(job.layers) - parallel.layout.num_head_stages) // parallel.stages
+    most = most_stages(job)
+    check_num_stages(most + parallel.layout.num_head_stages, parallel.stages, parallel.layout)
+    most //= parallel.stages
     if parallel.chunks != "auto" and parallel.chunks > most:
-        hint = f"{parallel.num_stages} stages are more than the model has layers to cut: give at most {most}"
+        num_stages = parallel.num_stages - parallel.num_shards
+        hint = f"{num_stages} stages are more than the model has layers to cut: give at most {most}"
         raise UserError("parallel.chunks", parallel.chunks, hint)
     most = job.batch.num_microbatches
     if job.parallel.replicas > most:

@@ -70,7 +70,7 @@ def span_bytes(job: JobSpec, num_stages: int) -> F64:
     sums = np.cumsum([0, *own_bytes])
     spans: F64 = sums[None, :] - sums[:, None] + 2.0 * (output_bytes[:, None] + output_bytes[None, :])
     if num_stages == 1:
-        spans[0, -1] -= _COPIES * job.word_bytes * layers[-1].num_tied_parameters
+        spans[0] -= _COPIES * job.word_bytes * np.cumsum([0, *(x.num_tied_parameters for x in layers)])
     for first in range(len(layers)):
         # Each cut between has an output twice on both of its sides.
         within = np.maximum.accumulate(output_bytes[first + 1 : -1])

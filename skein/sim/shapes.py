@@ -21,6 +21,7 @@ from skein.config.optimizer import AdamWSpec
 from skein.config.rule import PatternName
 from skein.errors import UserError
 from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.sim.rules import RULES
 from skein.types import Layout
 
@@ -45,6 +46,8 @@ class SimShape:
     """The last of the workers: too slow for a microbatch, so they hold stages silently."""
     chunks: int = 1
     """Stages for each worker."""
+    rows: VocabularySplit = VocabularySplit.OFF
+    """Ends of the model whose vocabulary is cut into shards."""
     checked: float = 0.0
     """Share of the steps that are computed again without one worker."""
     is_split: bool = False
@@ -79,7 +82,11 @@ class SimShape:
             data=DataSpec(sources=(TextSource(path="/simulated"),), sequence_tokens=64),
             batch=BatchSpec(samples=4 * self.replicas, microbatch_samples=2),
             parallel=ParallelSpec(
-                stages=self.stages, replicas=self.replicas, layout=self.layout, chunks=self.chunks
+                stages=self.stages,
+                replicas=self.replicas,
+                layout=self.layout,
+                chunks=self.chunks,
+                vocabulary=VocabularySpec(split=self.rows),
             ),
             skip=SkipSpec(ratio=self.skip_ratio),
             plan=PlanSpec(method="balanced", backward="split") if self.is_split else PlanSpec(),
@@ -120,7 +127,7 @@ def _one(text: str) -> SimShape:
         stages, replicas = (int(number) for number in words.pop(0).split("x"))
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
         pattern: PatternName = "auto"
-        rule, num_slow, chunks, is_split = "", 0, 1, False
+        rule, num_slow, chunks, is_split, rows = "", 0, 1, False, VocabularySplit.OFF
         checked, priority, after_s = 0.0, 0, 0.0
         while words:
             match words.pop(0):
@@ -144,6 +151,8 @@ def _one(text: str) -> SimShape:
                     is_split = True
                 case "slow":
                     num_slow = int(words.pop(0))
+                case "rows":
+                    rows = VocabularySplit(words.pop(0))
                 case "chunks":
                     chunks = int(words.pop(0))
                 case "checked":
@@ -163,6 +172,7 @@ def _one(text: str) -> SimShape:
         pattern=pattern,
         num_slow=num_slow,
         chunks=chunks,
+        rows=rows,
         checked=checked,
         is_split=is_split,
         rule=rule,
@@ -205,6 +215,9 @@ SHAPES = tuple(
         "loop 3x2 tied slow 2",
         "line 4x2 split",
         "loop 3x2 tied skip 1/3 split on 4",
+        "line 2x2 chunks 2 split",
+        "line 3x2 rows output split",
+        "line 2x2 tied rows both",
         SEVERAL[0].text,
     )
 )

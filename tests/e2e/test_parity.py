@@ -25,6 +25,7 @@ from skein.config.optimizer import AdamWSpec
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.families.mlp import MlpModel
+from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.model.table import ModelSpec
 from skein.types import JobState, Layout, Precision
 from skein.wire.views import StepFinished
@@ -177,6 +178,34 @@ def test_chunks_and_split_backwards_train_like_one_torch_process(
         job = make_job(name, llama(is_tied=is_tied, num_layers=7), data, parallel, precision)
         job = job.model_copy(update={"plan": PlanSpec(budget_s=0.2, backward=backward)})
         reference = reference or run_reference(job, NUM_STEPS)
+        check(train(eight, job), reference, TOLERANCES[precision])
+
+
+SHARDS = [
+    (stages, chunks, backward, split)
+    for split, (stages, chunks), backward in product(
+        (VocabularySplit.OUTPUT, VocabularySplit.BOTH), ((2, 1), (2, 2), (4, 2)), BACKWARDS
+    )
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP64], ids=lambda p: p.value)
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_shards_of_the_vocabulary_train_like_one_torch_process_without(
+    eight: Cluster, text: Path, precision: Precision, is_tied: bool
+) -> None:
+    data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
+    model = llama(is_tied=is_tied, num_layers=7)
+    reference: list[ReferenceStep] = []
+    for stages, chunks, backward, split in part(SHARDS, every=12, start=5 + 3 * is_tied):
+        name = f"{split.value}-{backward}-{stages}x{chunks}"
+        plain = make_job(name, model, data, ParallelSpec(), precision)
+        reference = reference or run_reference(plain, NUM_STEPS)
+        vocabulary = VocabularySpec(split=split)
+        parallel = ParallelSpec(stages=stages, chunks=chunks, vocabulary=vocabulary)
+        job = make_job(name, model, data, parallel, precision)
+        job = job.model_copy(update={"plan": PlanSpec(budget_s=0.2, backward=backward)})
         check(train(eight, job), reference, TOLERANCES[precision])
 
 

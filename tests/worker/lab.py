@@ -59,7 +59,8 @@ from skein.types import (
 from worker.boundary import BoundaryLog
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
-from worker.compute.ops import Compute, Done, Holding
+from worker.compute.holding import Holding
+from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload, weight_bytes
 from worker.data.dataset import open_dataset
 

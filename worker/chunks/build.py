@@ -7,7 +7,7 @@ Rules of this file
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from torch import Tensor
 from skein.config.job import JobSpec, read_spec
 from skein.config.rule import Walkers
 from skein.errors import SkeinError, UnfitError, UserError
+from skein.model.rows import made_of
 from skein.plan.load import stage_loads
 from skein.plan.ops import Direction
 from skein.protocol.log.records import num_walkers
@@ -45,7 +46,7 @@ from worker.chunks.copies import ChunkCopies
 from worker.compute.averages import Side, averaged_state, names_wanted
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
-from worker.compute.ops import Holding
+from worker.compute.holding import Holding
 from worker.compute.state import saved_names, state_names
 from worker.data.dataset import Dataset
 from worker.data.opening import Datasets
@@ -355,7 +356,7 @@ class Builder:
             manifest = await self._files.manifest(begins.job, begins.version)
             archive = archive_of(manifest.url, self._files, begins.job, manifest.version, self.places)
             tensors = await self._outside.answer(
-                partial(read_state, manifest.stages, names, archive),
+                partial(read_state, manifest.stages, _held_for(names, manifest), archive),
                 f"the checkpoint at {manifest.url or 'the coordinator'}",
             )
         except (SkeinError, OSError) as error:
@@ -365,6 +366,12 @@ class Builder:
 
     async def _on_torch(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._executor.call(function))
+
+
+def _held_for(names: Iterable[str], manifest: ManifestReply) -> frozenset[str]:
+    """Names of the tensors of a checkpoint that those of a chunk are made of."""
+    held = {name for stage in manifest.stages for file in stage.files for name in file.tensors}
+    return frozenset(x for name in names for x in made_of(name, held) or (name,))
 
 
 def _read_walker(

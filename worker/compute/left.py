@@ -10,6 +10,7 @@ from torch import Tensor
 from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.tensors import Phase
 from skein.types import MicrobatchId, StageIndex
+from worker.model.base import Crossing
 from worker.model.pending import Pending
 
 _Place = tuple[MicrobatchId, StageIndex]
@@ -19,7 +20,7 @@ _Place = tuple[MicrobatchId, StageIndex]
 class Left:
     """Input and output of forwards, gradients that were put aside, and labels of paths that end where they began."""
 
-    graphs: dict[_Place, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    graphs: dict[_Place, tuple[Crossing, Crossing]] = field(default_factory=dict)
     pending: dict[_Place, deque[Pending]] = field(default_factory=dict)
     labels: dict[tuple[Phase, MicrobatchId], Tensor] = field(default_factory=dict)
 

@@ -7,8 +7,6 @@ Rules of this file
 
 from collections.abc import Iterable, Mapping
 
-from torch import Tensor
-
 from skein.errors import RemoteError
 from skein.numeric.gradients import shard_bounds
 from skein.protocol.messages.tensors import ShardTensor
@@ -29,12 +27,15 @@ from skein.wire.extra import DType
 from worker.bundle import Bundle, torch_dtype
 from worker.compute.chunk import Chunk
 from worker.compute.exchanging import Exchanging
-from worker.compute.payload import GRADIENT, HIDDEN, LABELS, SHARD, Payload
+from worker.compute.payload import GRADIENTS, HIDDEN, LABELS, SCORES, SHARD, TOKENS, Payload
+from worker.model.base import Crossing
 
 _FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 
+_CROSSING = {HIDDEN, LABELS, TOKENS, SCORES}
+
 Chunks = Mapping[StageIndex, Chunk]
-Graphs = Mapping[tuple[MicrobatchId, StageIndex], tuple[Tensor, Tensor]]
+Graphs = Mapping[tuple[MicrobatchId, StageIndex], tuple[Crossing, Crossing]]
 
 
 class OperandError(RemoteError):
@@ -122,7 +123,7 @@ def _check_input(op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorK
     hidden = [
         tensor for tensor in bundle if tensor.name == HIDDEN and tensor.dtype in _FLOATS and tensor.shape
     ]
-    if len(hidden) != 1 or not {tensor.name for tensor in bundle} <= {HIDDEN, LABELS}:
+    if len(hidden) != 1 or not {tensor.name for tensor in bundle} <= _CROSSING:
         raise OperandError(_maker(op), f"an activation: {_told(bundle)}: give {HIDDEN!r}, of floats")
 
 
@@ -131,12 +132,10 @@ def _check_gradient(op: BackwardOp | InputOp, operands: Mapping[TensorKey, Paylo
     graph = graphs.get((op.microbatch, op.chunk.stage))
     if bundle is None or graph is None:
         return
-    wanted = tuple(graph[1].shape)
-    if [(tensor.name, tensor.shape) for tensor in bundle] != [(GRADIENT, wanted)] or bundle[
-        0
-    ].dtype not in _FLOATS:
-        text = f"a gradient: {_told(bundle)}: give {GRADIENT!r} of shape {list(wanted)}"
-        raise OperandError(_maker(op), text)
+    wanted = [(name, tuple(x.shape)) for name, x in zip(GRADIENTS, graph[1].differentiable, strict=False)]
+    if [(x.name, x.shape) for x in bundle] != wanted or not {x.dtype for x in bundle} <= _FLOATS:
+        shown = ", ".join(f"{name!r} of shape {list(shape)}" for name, shape in wanted)
+        raise OperandError(_maker(op), f"a gradient: {_told(bundle)}: give {shown}")
 
 
 def _arrived(op: ComputeOp, operands: Mapping[TensorKey, Payload]) -> Bundle | None:

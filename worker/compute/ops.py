@@ -16,7 +16,6 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from skein.config.job import JobSpec
 from skein.errors import LocalError
 from skein.numeric.gradients import (
     digest,
@@ -29,7 +28,7 @@ from skein.numeric.gradients import (
 )
 from skein.numeric.sums import exact_sum
 from skein.plan.plan import Group
-from skein.protocol.messages.directives import Decision, Resumption, StepRecord
+from skein.protocol.messages.directives import Decision, StepRecord
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import (
     ApplyOp,
@@ -65,14 +64,25 @@ from skein.types import (
     Step,
     WorkerId,
 )
-from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
 from worker.compute.exchanging import Exchanging, claim_of
+from worker.compute.holding import Holding
 from worker.compute.left import Left
 from worker.compute.operands import check_operands
-from worker.compute.payload import GRADIENT, HIDDEN, LABELS, SHARD, Payload, concatenated, pack, unpack
+from worker.compute.payload import (
+    GRADIENTS,
+    LABELS,
+    SHARD,
+    Payload,
+    concatenated,
+    crossed,
+    crossing,
+    pack,
+    unpack,
+)
 from worker.compute.snapshots import Snapshots
 from worker.compute.state import Saved
+from worker.model.base import Crossing
 from worker.model.pending import add_up
 from worker.telling.aggregating import Gauges
 
@@ -86,21 +96,6 @@ class Done:
     outcome: OpOutcome = None
     outputs: Outputs = field(default_factory=dict)
     saved: Saved | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """Chunks, groups and data that a worker holds of a job in one generation."""
-
-    job_id: JobId
-    job: JobSpec
-    worker: WorkerId
-    chunks: Mapping[StageIndex, Chunk]
-    groups: tuple[Group, ...]
-    batches: BatchReader | None
-    """None on workers where no path begins."""
-    resumption: Resumption | None
-    """Part of the step in progress that stays; None: nothing."""
 
 
 class Compute:
@@ -235,13 +230,15 @@ class Compute:
         self._leaving = ()
         x, labels = self._input(op, operands)
         module = self._chunk(op.chunk).module
+        if labels is None and module.takes_labels:
+            _, labels = self._first_input(op)
         if op.phase.keeps_graph:
-            y = module(x.requires_grad_(x.is_floating_point() and op.operand is not None))
+            y = module.onward(x.followed(is_sample=op.operand is None), labels)
             self._left.graphs[op.microbatch, op.chunk.stage] = (x, y)
         else:
             with torch.no_grad():
-                y = module(x)
-        tensors = {HIDDEN: y.detach()}
+                y = module.onward(x, labels)
+        tensors = crossing(y.detached())
         if labels is not None and self._stay_here(op):
             self._left.labels[op.phase, op.microbatch] = labels
         elif labels is not None:
@@ -259,8 +256,7 @@ class Compute:
 
     def _loss(self, op: LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> Done:
         x, labels = self._input(op, operands)
-        if labels is None:
-            labels = self._left.labels.pop((op.phase, op.microbatch), None)
+        self._left.labels.pop((op.phase, op.microbatch), None)
         if labels is None:
             # The path began here, and its loss has been computed once already.
             _, labels = self._first_input(op)
@@ -268,56 +264,60 @@ class Compute:
         module = self._chunk(op.chunk).module
         if not op.phase.trains:
             with torch.no_grad():
-                total, num_valid = module.loss(x, labels)
+                total, num_valid = module.score(x, labels)
             claimed = claim_of(self._chunk(op.chunk)) if op.phase.scores_walkers else ""
             return Done(outcome=Loss(loss_sum=total.item(), num_tokens=num_valid, digest=claimed))
-        total, num_valid = module.loss(x.requires_grad_(op.operand is not None), labels)
+        total, num_valid = module.score(x.followed(is_sample=op.operand is None), labels)
         if isinstance(op, LossInputOp):
             self._left.pending[op.microbatch, op.chunk.stage] = module.put_aside(total)
         else:
             total.backward()  # type: ignore[no-untyped-call]
         outcome = Loss(loss_sum=total.item(), num_tokens=num_valid)
-        return Done(outcome=outcome, outputs=self._handed_back(op, x.grad))
+        return Done(outcome=outcome, outputs=self._handed_back(op, x))
 
     def _backward(self, op: BackwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
         x, y = self._left.graphs.pop((op.microbatch, op.chunk.stage))
-        torch.autograd.backward(y, self._gradient(op, operands))
-        return Done(outputs=self._handed_back(op, x.grad))
+        torch.autograd.backward(y.differentiable, self._gradients(op, operands))
+        return Done(outputs=self._handed_back(op, x))
 
     def _input_gradient(self, op: InputOp, operands: Mapping[TensorKey, Payload]) -> Done:
         place = op.microbatch, op.chunk.stage
         x, y = self._left.graphs.pop(place)
         module = self._chunk(op.chunk).module
-        self._left.pending[place] = module.put_aside(y, self._gradient(op, operands))
-        return Done(outputs=self._handed_back(op, x.grad))
+        self._left.pending[place] = module.put_aside(y.differentiable, self._gradients(op, operands))
+        return Done(outputs=self._handed_back(op, x))
 
-    def _gradient(self, op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload]) -> Tensor:
+    def _gradients(self, op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload]) -> list[Tensor]:
+        """Gradients of what the op's forward has given."""
         assert op.operand is not None
-        return unpack(operands[op.operand], self.device)[GRADIENT]
+        tensors = unpack(operands[op.operand], self.device)
+        return [tensors[name] for name in GRADIENTS if name in tensors]
 
     def _input(
         self, op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The op's input, and the labels if they came with it."""
+    ) -> tuple[Crossing, Tensor | None]:
+        """The op's input, and the labels if they came with it or stay here."""
         if op.operand is None:
             return self._first_input(op)
         tensors = unpack(operands[op.operand], self.device)
-        return tensors[HIDDEN], tensors.get(LABELS)
+        return crossed(tensors), tensors.get(LABELS, self._left.labels.get((op.phase, op.microbatch)))
 
-    def _first_input(self, op: ForwardOp | LossOp | LossInputOp) -> tuple[Tensor, Tensor]:
+    def _first_input(self, op: ForwardOp | LossOp | LossInputOp) -> tuple[Crossing, Tensor]:
         """Samples and labels of a path that begins here."""
         batches = self._held.batches
         if batches is None:
             raise LocalError("a path begins here, but no data were opened")
         batch = batches.batch(op.phase, op.step, op.microbatch)
-        return self._moved(torch.from_numpy(batch.inputs)), self._moved(torch.from_numpy(batch.labels))
+        return Crossing(self._moved(torch.from_numpy(batch.inputs))), self._moved(
+            torch.from_numpy(batch.labels)
+        )
 
-    def _handed_back(self, op: VisitOp, grad: Tensor | None) -> Outputs:
-        """dy of the hop before, ready to be handed over; the first hop has none."""
+    def _handed_back(self, op: VisitOp, x: Crossing) -> Outputs:
+        """Gradients of what the hop before gave, ready to be handed over; the first hop has none."""
         if not op.outputs:
             return {}
-        assert grad is not None
-        return self._given(op, {GRADIENT: grad})
+        grads = {name: tensor.grad for name, tensor in zip(GRADIENTS, x.differentiable, strict=False)}
+        return self._given(op, {name: grad for name, grad in grads.items() if grad is not None})
 
     def _given(self, op: VisitOp, tensors: Mapping[str, Tensor]) -> Outputs:
         """The op's boundary tensor, ready for each hop that takes it."""

@@ -6,11 +6,26 @@ import torch
 from torch import Tensor
 
 from worker.bundle import Bundle, allocate, bundle_bytes, to_torch, to_wire
+from worker.model.base import Crossing
 
 Payload = Mapping[str, Tensor] | Bundle
 
 HIDDEN, LABELS, GRADIENT, SHARD = "x", "labels", "dy", "shard"
-"""Names of tensors that travel."""
+TOKENS, SCORES, SCORES_GRADIENT = "tokens", "scores", "dscores"
+"""Names of tensors that travel; the last three where the vocabulary is cut."""
+GRADIENTS = GRADIENT, SCORES_GRADIENT
+"""Names of the gradients of a boundary's tensors, in the order of `Crossing.differentiable`."""
+
+
+def crossing(boundary: Crossing) -> dict[str, Tensor]:
+    """Tensors of a boundary by the names under which they travel."""
+    named = {HIDDEN: boundary.hidden, TOKENS: boundary.tokens, SCORES: boundary.scores}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def crossed(tensors: Mapping[str, Tensor]) -> Crossing:
+    """The boundary that has arrived as these tensors."""
+    return Crossing(tensors[HIDDEN], tokens=tensors.get(TOKENS), scores=tensors.get(SCORES))
 
 
 def pack(tensors: Mapping[str, Tensor]) -> Bundle:

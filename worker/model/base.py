@@ -1,13 +1,18 @@
 """Base of all stages, whatever their family."""
 
+import math
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from skein.model.layers import AnyModel
+from skein.model.parameters import parameter_shapes
+from skein.model.rows import parse_block, whole_shapes
 from skein.rng import key
 from skein.types import Precision, StageSpec
 from worker.model.pending import Pending, Tray
@@ -26,6 +31,34 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
 def product_dtype(precision: Precision) -> torch.dtype:
     """In what matrix products are computed."""
     return torch.bfloat16 if precision is Precision.BF16 else parameter_dtype(precision)
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Tensors that go from a stage to the next: samples before the first one.
+
+    Where the vocabulary is cut, tokens that rows to come are looked up for, and scores over rows so far, go along.
+    """
+
+    hidden: Tensor
+    tokens: Tensor | None = None
+    scores: Tensor | None = None
+
+    @property
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """Tensors among them that have gradients."""
+        return (self.hidden,) if self.scores is None else (self.hidden, self.scores)
+
+    def followed(self, *, is_sample: bool) -> "Crossing":
+        """The same tensors, which gather gradients from now on unless they are samples."""
+        for tensor in self.differentiable:
+            tensor.requires_grad_(not is_sample and tensor.is_floating_point())
+        return self
+
+    def detached(self) -> "Crossing":
+        """The same numbers, without what they were made of."""
+        scores = None if self.scores is None else self.scores.detach()
+        return Crossing(self.hidden.detach(), self.tokens, scores)
 
 
 class Stage(nn.Module, ABC):
@@ -48,6 +81,11 @@ class Stage(nn.Module, ABC):
         """Whether the loss is computed here."""
         return self.stage.stop == self.num_layers
 
+    @property
+    def takes_labels(self) -> bool:
+        """Whether `onward` needs labels."""
+        return False
+
     @abstractmethod
     def body(self, x: Tensor) -> Tensor:
         """The layers of this stage but the head."""
@@ -64,6 +102,15 @@ class Stage(nn.Module, ABC):
         """Input of the next stage, from `x`: raw samples for the first stage, its predecessor's result for others."""
         with self._autocast(x):
             return self.body(x)
+
+    def onward(self, given: Crossing, labels: Tensor | None) -> Crossing:
+        """Tensors for the next stage, as of `forward`; `labels` where rows of a vocabulary that is cut are scored."""
+        del labels
+        return Crossing(self(given.hidden))
+
+    def score(self, given: Crossing, labels: Tensor) -> tuple[Tensor, int]:
+        """Loss as of `loss`, of what the stage before gives."""
+        return self.loss(given.hidden, labels)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits, classes in the last dim, in the dtype of products."""
@@ -86,15 +133,17 @@ class Stage(nn.Module, ABC):
         )
         return total, num_valid
 
-    def put_aside(self, y: Tensor, grad: Tensor | None = None) -> deque[Pending]:
+    def put_aside(
+        self, y: Tensor | Sequence[Tensor], grad: Tensor | Sequence[Tensor] | None = None
+    ) -> deque[Pending]:
         """Go back through the stage, and put the gradients of all parameters aside: `add_up` adds them, once.
 
         The stage's input has its gradient then, where one is wanted; no parameter's changes. Only where the model
         `has_split_backward`.
 
         Args:
-            y: what `forward` or `loss` gave; its graph is used up.
-            grad: gradient of `y`; none of a loss.
+            y: what `onward` or `score` gave; its graph is used up.
+            grad: gradients of `y`; none of a loss.
         """
         assert self.spec.has_split_backward, "backward is whole here"
         with self.tray.opened() as pending:
@@ -103,12 +152,23 @@ class Stage(nn.Module, ABC):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draws every parameter from (seed, name, shape) alone, so that every cut begins with the same model."""
+        """Draws every parameter from (seed, name, shape) alone, so that every cut begins with the same model.
+
+        Blocks of rows are the rows of the whole tensor.
+        """
+        whole_by_name = whole_shapes(parameter_shapes(self.spec))
+        parts_by_name: defaultdict[str, list[_Part]] = defaultdict(list)
         for name, parameter in self.named_parameters():
-            mean, std = self.initial(name, parameter.shape)
-            parameter.fill_(mean)
+            block = parse_block(name)
+            whole, first_row = (name, 0) if block is None else (block.whole, block.rows.start)
+            parts_by_name[whole].append((first_row * math.prod(parameter.shape[1:]), parameter))
+        for name, parts in parts_by_name.items():
+            shape = torch.Size(whole_by_name[name])
+            mean, std = self.initial(name, shape)
+            for _, part in parts:
+                part.fill_(mean)
             if std > 0:
-                _draw(parameter, key(seed, "init", name), std)
+                _draw(parts, shape.numel(), key(seed, "init", name), std)
 
     def _autocast(self, x: Tensor) -> torch.autocast:
         return torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision is Precision.BF16)
@@ -119,11 +179,22 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype))
 
 
-def _draw(parameter: Tensor, seed: int, std: float) -> None:
-    """Adds normal noise, drawn on the CPU in float64 whatever the device and dtype of `parameter`."""
+_Part = tuple[int, Tensor]
+"""Place of a tensor's first number in the whole, and the tensor."""
+
+
+def _draw(parts: Sequence[_Part], num_elements: int, seed: int, std: float) -> None:
+    """Adds normal noise to parts of a tensor of so many numbers, whichever of them are here.
+
+    It is drawn on the CPU in float64 whatever the device and dtype.
+    """
     generator = torch.Generator("cpu").manual_seed(seed)
-    flat = parameter.view(-1)
-    for start in range(0, flat.numel(), _DRAW_SIZE):
-        part = flat[start : start + _DRAW_SIZE]
-        noise = torch.randn(part.numel(), generator=generator, dtype=torch.float64, device="cpu")
-        part += noise.mul_(std).to(part)
+    spans = [(begin, begin + part.numel(), part.view(-1)) for begin, part in parts]
+    for start in range(0, max(stop for _, stop, _ in spans), _DRAW_SIZE):
+        size = min(_DRAW_SIZE, num_elements - start)
+        noise = torch.randn(size, generator=generator, dtype=torch.float64, device="cpu").mul_(std)
+        for begin, end, flat in spans:
+            first, stop = max(begin, start), min(end, start + size)
+            if first < stop:
+                here = flat[first - begin : stop - begin]
+                here += noise[first - start : stop - start].to(here)

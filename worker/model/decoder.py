@@ -155,9 +155,7 @@ class DecoderStage(Stage):
             self.model.norm = Norm(shape.hidden_size, shape, precision, self.tray)
             if not shape.tie_word_embeddings:
                 self.lm_head = Linear(shape.hidden_size, shape.vocab_size, dtype, self.tray)
-        cos, sin = rotary_tables(
-            sequence_tokens, shape.head_features, shape.rope_theta, dtype, scaling=shape.rope_scaling
-        )
+        cos, sin = tables_of(shape, sequence_tokens, dtype)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -177,6 +175,16 @@ class DecoderStage(Stage):
         return linear(self.model.norm(x), matrix.weight, self.tray)
 
     def initial(self, name: str, shape: torch.Size) -> tuple[float, float]:
-        if name.endswith("norm.weight"):
-            return 1.0, 0.0
-        return 0.0, 0.0 if name.endswith(".bias") else self.shape.initializer_range
+        return decoder_initial(self.shape, name)
+
+
+def tables_of(shape: DecoderShape, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rotary tables of a decoder, as of `rotary_tables`."""
+    return rotary_tables(num_tokens, shape.head_features, shape.rope_theta, dtype, scaling=shape.rope_scaling)
+
+
+def decoder_initial(shape: DecoderShape, name: str) -> tuple[float, float]:
+    """Mean and standard deviation that a decoder's parameter begins with."""
+    if name.endswith("norm.weight"):
+        return 1.0, 0.0
+    return 0.0, 0.0 if name.endswith(".bias") else shape.initializer_range

@@ -72,7 +72,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad_weight = ctx.tray.gradient(weight, _product, grad, x)
+        grad_weight = ctx.tray.gradient(weight, matrix_gradient, grad, x)
         grad_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
         return grad_x, grad_weight, None
 
@@ -111,7 +111,8 @@ def _as_made(_parameter: Tensor, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _product(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+def matrix_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of a matrix that a linear function multiplies `x` by, whose result has the gradient `grad`."""
     return (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.dtype)
 
 

@@ -8,11 +8,13 @@ from skein.model.decoder import DecoderModel
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.mlp import MlpModel
 from skein.model.layers import AnyModel
+from skein.model.rows import VocabularySplit
 from skein.types import Precision, StageSpec
 from worker.model.base import IGNORED_LABEL, Stage
 from worker.model.decoder import DecoderStage
 from worker.model.digits_cnn import DigitsCnnStage
 from worker.model.mlp import MlpStage
+from worker.model.sharded import ShardedDecoderStage
 
 __all__ = ["BUILDS", "IGNORED_LABEL", "Stage", "build_stage"]
 
@@ -21,6 +23,8 @@ Build = Callable[[AnyModel, StageSpec, int, Precision], Stage]
 
 def _decoder(model: AnyModel, stage: StageSpec, sequence_tokens: int, precision: Precision) -> Stage:
     assert isinstance(model, DecoderModel)
+    if model.vocabulary_split is not VocabularySplit.OFF:
+        return ShardedDecoderStage(model, stage, sequence_tokens=sequence_tokens, precision=precision)
     return DecoderStage(model, stage, sequence_tokens=sequence_tokens, precision=precision)
 
 

@@ -1,208 +1,184 @@
-"""Softmax over a vocabulary cut into rows: each shard's scores, their sum into loss and gradient, the rows' gradients.
+"""Matrices over a vocabulary that is cut into rows: tokens looked up, and scored, shard by shard along a path.
 
-A shard holds some rows of the output matrix. `scores` gives what one shard knows of the softmax, `joined` sums up what
-two know, `merge` makes loss and gradient of what all know, and `gradients` goes on at each shard with the normaliser.
-With one barrier a shard's answer has what the input's gradient is made of, so that it is there at `merge`; with two it
-is the sum of what every shard's `gradients` gives.
+Each shard of the output adds its rows' scores to those of the shards before: of each token it passes on the logarithm
+of the sum of all exponentials so far, and the logit of its label if that was among them. The last one's are the loss.
+Gradients come back the same way, and each shard adds its part of the input's gradient to what it passes on.
 
-Everything is summed in the dtype of parameters; what enters a product is rounded to the dtype of products, exponentials
-of the numerator excepted. Exponents are at most 0, so no finite logit overflows.
+Everything is summed in the dtype of parameters; what enters a product is rounded to the dtype of products. Exponents
+are at most 0, so no finite logit overflows. Rows are in blocks, added in their order, whoever holds them.
 
-N tokens, H hidden features, R rows of a shard.
+B batch, T tokens, H hidden features, R rows of a block.
 
-Source: Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism (2024), Algorithms 1 and 2; sums that
-are merged, Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
+Source: sums that are merged, Milakov and Gimelshein, Online normalizer calculation for softmax (2018); shards of the
+output along a pipeline, Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism (2024), without
+their barriers: here a microbatch's scores visit the shards one after the other.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
-from skein.types import Precision
-from worker.model.base import IGNORED_LABEL, parameter_dtype, product_dtype
+from skein.model.rows import block_name
+from worker.model.base import IGNORED_LABEL, empty_parameter
+from worker.model.ops import matrix_gradient
+from worker.model.pending import Tray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Normaliser:
-    """Divisor of a softmax: a probability is exp(logit - `max_N`) / `sum_N`."""
+class Rows(nn.Module):
+    """Blocks of rows of one matrix, a parameter each, named after the rows."""
 
-    max_N: Tensor
-    sum_N: Tensor
+    def __init__(self, blocks: Sequence[range], num_features: int, dtype: torch.dtype, tray: Tray) -> None:
+        super().__init__()
+        self.blocks = tuple(blocks)
+        self.tray = tray
+        for rows in blocks:
+            self.register_parameter(
+                block_name("weight", rows), empty_parameter(len(rows), num_features, dtype=dtype)
+            )
 
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        """(R, H) of each block."""
+        return tuple(self.parameters())
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Numerator:
-    """Input's gradient before it is divided: `expected_NH` / sum - `label_NH`."""
+    def embed(self, x_BTH: Tensor, tokens_BT: Tensor) -> Tensor:
+        """`x_BTH` with the rows of those tokens added that are among these."""
+        return _embed(x_BTH, tokens_BT, self.blocks, self.tray, *self.weights)
 
-    expected_NH: Tensor
-    """Sum of the rows, each times its exp(logit - max)."""
-    label_NH: Tensor
-    """Row of each token's label; 0 where that is another shard's, or ignored."""
+    def score(
+        self, x_BTH: Tensor, scores_BT2: Tensor | None, labels_BT: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Input and scores for the next shard, with these rows among those scored.
 
+        Args:
+            x_BTH: result of the final norm, in the dtype of parameters.
+            scores_BT2: of each token the logarithm of the sum of the exponentials of all logits so far, and the logit
+                of its label, 0 where that was not among the rows or is ignored; None before the first row.
+            labels_BT: int64; `IGNORED_LABEL` where there is nothing to predict.
+            dtype: that of products.
+        """
+        if scores_BT2 is None:
+            scores_BT2 = x_BTH.new_tensor([-torch.inf, 0.0]).expand(*labels_BT.shape, 2)
+        return _score(x_BTH, scores_BT2, labels_BT, dtype, self.blocks, self.tray, *self.weights)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartialSoftmax:
-    """Softmax as far as the rows of one shard, or of several, tell; without any token, max -inf and sum 0."""
-
-    normaliser: Normaliser
-    label_N: Tensor
-    """Logit of each token's label; 0 where that is another shard's, or ignored."""
-    numerator: Numerator | None
-    """None where the input's gradient waits for a second barrier, or nobody wants one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardScores:
-    """Scores that a shard keeps of a microbatch until the normaliser comes."""
-
-    x_NH: Tensor
-    exponential_NR: Tensor
-    """exp(logit - `max_N`), the maximum being this shard's; 0 in padding."""
-    max_N: Tensor
-    columns_N: Tensor
-    """Place of each token's label among the rows; -1 where that is another shard's, or ignored."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergedLoss:
-    """Loss of a microbatch, from what all shards told."""
-
-    loss_sum: Tensor
-    """Sum of the cross entropies, in nats."""
-    num_tokens: int
-    normaliser: Normaliser
-    grad_x_NH: Tensor | None
-    """Gradient of `loss_sum`; None where the shards told no numerator."""
+    def logits(self, x_BTH: Tensor, dtype: torch.dtype) -> Tensor:
+        """Logits of these rows, rows in the last dim, in the dtype of products."""
+        return torch.cat([functional.linear(x_BTH.to(dtype), x.to(dtype)) for x in self.weights], -1)
 
 
-@torch.no_grad()
-def scores(
-    x_NH: Tensor,
-    weight_RH: Tensor,
-    labels_N: Tensor,
-    *,
-    first_row: int,
-    vocab_size: int,
-    precision: Precision,
-    has_numerator: bool,
-) -> tuple[ShardScores, PartialSoftmax]:
-    """Scores that a shard keeps, and its answer to the others. Nothing is changed: it may be computed again.
+def cross_entropy(scores_BT2: Tensor, labels_BT: Tensor) -> Tensor:
+    """Sum of the cross entropies (nats) of the valid labels, of scores over all rows."""
+    losses_BT = scores_BT2[..., 0] - scores_BT2[..., 1]
+    return losses_BT.masked_fill(labels_BT == IGNORED_LABEL, 0).sum()
 
-    Args:
-        x_NH: result of the final norm.
-        weight_RH: the shard's rows; those beyond the vocabulary are padding, of any finite numbers.
-        labels_N: int64, below `vocab_size`; `IGNORED_LABEL` where there is nothing to predict.
-        first_row: place of the shard's first row in the whole matrix.
-        vocab_size: number of tokens that the whole vocabulary has.
-        precision: the job's.
-        has_numerator: whether the input's gradient shall follow from the answers (one barrier).
-    """
-    dtype = product_dtype(precision)
-    x_NH, weight_RH = x_NH.to(dtype), weight_RH.to(dtype)
-    logits_NR = functional.linear(x_NH, weight_RH).to(parameter_dtype(precision))
-    logits_NR[:, max(0, vocab_size - first_row) :] = -torch.inf
-    max_N = logits_NR.amax(-1)
-    # Padding alone has no maximum to take off: exp(-inf - -inf) has to be 0.
-    exponential_NR = torch.exp(logits_NR - max_N.masked_fill(max_N == -torch.inf, 0)[:, None])
-    columns_N = labels_N - first_row
-    # `IGNORED_LABEL` is below every row.
-    columns_N = columns_N.where((columns_N >= 0) & (columns_N < len(weight_RH)), -1)
-    labels_N1, is_elsewhere_N = columns_N.clamp(min=0)[:, None], columns_N < 0
-    numerator = None
-    if has_numerator:
-        # Not rounded to the dtype of products: the two terms cancel where the label is likely.
-        wide_RH = weight_RH.to(max_N.dtype)
-        numerator = Numerator(
-            expected_NH=exponential_NR @ wide_RH,
-            label_NH=wide_RH[labels_N1.squeeze(1)].masked_fill(is_elsewhere_N[:, None], 0),
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    tray: Tray
+    blocks: tuple[range, ...]
+
+
+class _Embed(Function):
+    """Keeps the tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        x_BTH: Tensor,
+        tokens_BT: Tensor,
+        blocks: tuple[range, ...],
+        tray: Tray,
+        *weights: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(tokens_BT, *weights)
+        ctx.blocks, ctx.tray = blocks, tray
+        for rows, weight_RH in zip(blocks, weights, strict=True):
+            columns_BT = _columns(tokens_BT, rows)
+            found_BTH = functional.embedding(columns_BT.clamp(min=0), weight_RH)
+            x_BTH = x_BTH + found_BTH.masked_fill((columns_BT < 0)[..., None], 0)
+        return x_BTH
+
+    @staticmethod
+    def backward(ctx: _Context, grad_BTH: Tensor) -> tuple[Tensor | None, ...]:
+        tokens_BT, *weights = ctx.saved_tensors
+        made = []
+        for rows, weight_RH in zip(ctx.blocks, weights, strict=True):
+            columns_BT = _columns(tokens_BT, rows)
+            made.append(ctx.tray.gradient(weight_RH, _rows_here, grad_BTH, columns_BT))
+        return grad_BTH, None, None, None, *made
+
+
+class _Score(Function):
+    """Keeps the input and the logits, in the dtype of products."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        x_BTH: Tensor,
+        scores_BT2: Tensor,
+        labels_BT: Tensor,
+        dtype: torch.dtype,
+        blocks: tuple[range, ...],
+        tray: Tray,
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        narrow_BTH = x_BTH.to(dtype)
+        (normaliser_BT, label_BT), kept = scores_BT2.unbind(-1), []
+        for rows, weight_RH in zip(blocks, weights, strict=True):
+            logits_BTR = functional.linear(narrow_BTH, weight_RH.to(dtype))
+            kept.append(logits_BTR)
+            wide_BTR = logits_BTR.to(scores_BT2.dtype)
+            normaliser_BT = torch.logaddexp(normaliser_BT, wide_BTR.logsumexp(-1))
+            columns_BT = _columns(labels_BT, rows)
+            own_BT = wide_BTR.gather(-1, columns_BT.clamp(min=0)[..., None]).squeeze(-1)
+            label_BT = label_BT + own_BT.masked_fill(columns_BT < 0, 0)
+        before_BT = scores_BT2[..., 0]
+        ctx.save_for_backward(narrow_BTH, before_BT, normaliser_BT, labels_BT, *weights, *kept)
+        ctx.blocks, ctx.tray = blocks, tray
+        return x_BTH.view_as(x_BTH), torch.stack((normaliser_BT, label_BT), -1)
+
+    @staticmethod
+    def backward(ctx: _Context, grad_BTH: Tensor, grad_BT2: Tensor) -> tuple[Tensor | None, ...]:
+        x_BTH, before_BT, after_BT, labels_BT, *others = ctx.saved_tensors
+        weights, kept = others[: len(ctx.blocks)], others[len(ctx.blocks) :]
+        grad_normaliser_BT, grad_label_BT = grad_BT2.unbind(-1)
+        made = []
+        for rows, weight_RH, logits_BTR in zip(ctx.blocks, weights, kept, strict=True):
+            error_BTR = torch.exp(logits_BTR.to(after_BT.dtype) - after_BT[..., None])
+            error_BTR *= grad_normaliser_BT[..., None]
+            columns_BT = _columns(labels_BT, rows)
+            own_BT = grad_label_BT.masked_fill(columns_BT < 0, 0)
+            error_BTR.scatter_add_(-1, columns_BT.clamp(min=0)[..., None], own_BT[..., None])
+            # Rounded with the label taken off, as for the whole matrix: what is left of a likely token is small.
+            error_BTR = error_BTR.to(x_BTH.dtype)
+            grad_BTH = grad_BTH + error_BTR @ weight_RH.to(x_BTH.dtype)
+            made.append(ctx.tray.gradient(weight_RH, matrix_gradient, error_BTR, x_BTH))
+        # Of what was summed before the exponentials' share, and all of the label's logit.
+        grad_before_BT2 = torch.stack(
+            (grad_normaliser_BT * torch.exp(before_BT - after_BT), grad_label_BT), -1
         )
-    kept = ShardScores(x_NH=x_NH, exponential_NR=exponential_NR, max_N=max_N, columns_N=columns_N)
-    answer = PartialSoftmax(
-        normaliser=Normaliser(max_N=max_N, sum_N=exponential_NR.sum(-1)),
-        label_N=logits_NR.gather(1, labels_N1).squeeze(1).masked_fill(is_elsewhere_N, 0),
-        numerator=numerator,
-    )
-    return kept, answer
+        return grad_BTH, grad_before_BT2, None, None, None, None, *made
 
 
-@torch.no_grad()
-def joined(one: PartialSoftmax, other: PartialSoftmax) -> PartialSoftmax:
-    """Partial softmax of two shards, or of two runs of them.
-
-    Associative but for rounding: who joins along a chain, or all answers at once, in the order of the rows, gets the
-    same bits.
-    """
-    max_N = torch.maximum(one.normaliser.max_N, other.normaliser.max_N)
-    one_N, other_N = (_scale(x.normaliser.max_N, max_N) for x in (one, other))
-    numerator = None
-    if one.numerator is not None and other.numerator is not None:
-        mine, theirs = one.numerator, other.numerator
-        numerator = Numerator(
-            expected_NH=mine.expected_NH * one_N[:, None] + theirs.expected_NH * other_N[:, None],
-            label_NH=mine.label_NH + theirs.label_NH,
-        )
-    sum_N = one.normaliser.sum_N * one_N + other.normaliser.sum_N * other_N
-    return PartialSoftmax(
-        normaliser=Normaliser(max_N=max_N, sum_N=sum_N),
-        label_N=one.label_N + other.label_N,
-        numerator=numerator,
-    )
+def _columns(tokens_BT: Tensor, rows: range) -> Tensor:
+    """Place of each token among the rows; -1 where it is not, as no ignored label is."""
+    columns_BT = tokens_BT - rows.start
+    return columns_BT.where((columns_BT >= 0) & (columns_BT < len(rows)), -1)
 
 
-@torch.no_grad()
-def merge(answers: Sequence[PartialSoftmax], labels_N: Tensor) -> MergedLoss:
-    """Loss, and with one barrier the input's gradient, of a microbatch.
-
-    Args:
-        answers: those of all shards in the order of their rows, or what a chain has joined of them.
-        labels_N: as for `scores`.
-    """
-    known = reduce(joined, answers)
-    is_valid_N = labels_N != IGNORED_LABEL
-    normaliser = known.normaliser
-    losses_N = normaliser.max_N + normaliser.sum_N.log() - known.label_N
-    grad_x_NH = None
-    if known.numerator is not None:
-        grad_x_NH = known.numerator.expected_NH / normaliser.sum_N[:, None] - known.numerator.label_NH
-        grad_x_NH = grad_x_NH.masked_fill(~is_valid_N[:, None], 0)
-    return MergedLoss(
-        loss_sum=losses_N.masked_fill(~is_valid_N, 0).sum(),
-        num_tokens=int(is_valid_N.sum()),
-        normaliser=normaliser,
-        grad_x_NH=grad_x_NH,
-    )
+def _rows_here(weight_RH: Tensor, grad_BTH: Tensor, columns_BT: Tensor) -> Tensor:
+    # A row more takes what is of other tokens.
+    num_rows = len(weight_RH)
+    columns_BT = columns_BT.where(columns_BT >= 0, num_rows)
+    made: Tensor = torch.ops.aten.embedding_dense_backward(grad_BTH, columns_BT, num_rows + 1, -1, False)
+    return made[:-1]
 
 
-@torch.no_grad()
-def gradients(
-    kept: ShardScores, normaliser: Normaliser, labels_N: Tensor, *, weight_RH: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Gradient of the shard's rows, and with two barriers its part of the input's.
-
-    Args:
-        kept: what `scores` left of this microbatch.
-        normaliser: that of all shards together, from `merge`.
-        labels_N: as for `scores`.
-        weight_RH: the rows that `scores` took, if the input's gradient waits for them; None with one barrier.
-
-    Returns:
-        (R, H) for the rows, 0 in padding; (N, H) to be summed over all shards in the order of their rows, or None.
-    """
-    dtype = kept.max_N.dtype
-    scale_N = _scale(kept.max_N, normaliser.max_N) / normaliser.sum_N
-    is_here_N = kept.columns_N >= 0
-    error_NR = kept.exponential_NR * scale_N[:, None]
-    error_NR.scatter_add_(1, kept.columns_N.clamp(min=0)[:, None], -is_here_N[:, None].to(dtype))
-    # Rounded with the label taken off, as for the whole matrix: what is left of a likely token is small.
-    error_NR = error_NR.masked_fill((labels_N == IGNORED_LABEL)[:, None], 0).to(kept.x_NH.dtype)
-    grad_x_NH = None if weight_RH is None else (error_NR @ weight_RH.to(error_NR.dtype)).to(dtype)
-    return (error_NR.T @ kept.x_NH).to(dtype), grad_x_NH
-
-
-def _scale(max_N: Tensor, new_max_N: Tensor) -> Tensor:
-    """Factor of exponentials over `max_N` that makes them those over `new_max_N`, which is not below it."""
-    return torch.exp(max_N - new_max_N).masked_fill(max_N == -torch.inf, 0)
+# torch leaves `apply` without types.
+_embed: Callable[..., Tensor] = _Embed.apply
+_score: Callable[..., tuple[Tensor, Tensor]] = _Score.apply

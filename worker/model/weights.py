@@ -1,7 +1,7 @@
 """Weights from a Hugging Face directory, as far as a stage needs them."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from skein.errors import LocalError, UnfitError, UserError
 from skein.model.parameters import parameter_shapes
+from skein.model.rows import made_of, parse_block, whole_shapes
 from skein.storage.outside import call_moved
 from skein.storage.roots import EVERYTHING, Roots
 from worker.data.files import readable
@@ -18,6 +19,7 @@ from worker.model.base import Stage
 _FIELD = "model.init_from"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_Shapes = Mapping[str, tuple[int, ...]]
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -33,27 +35,44 @@ def load_huggingface(directory: str | Path, stage: Stage, roots: Roots = EVERYTH
     """
     stage.spec.check_config(_read_object(f"{directory}/config.json", roots))
     parameter_by_name = dict(stage.named_parameters())
-    known = frozenset(parameter_shapes(stage.spec))
+    shapes = whole_shapes(parameter_shapes(stage.spec))
     with readable(_FIELD, directory):
-        file_by_name = _files(str(directory), parameter_by_name, roots)
+        file_by_whole = _files(str(directory), {_whole(name) for name in parameter_by_name}, roots)
+    file_by_name = {name: file_by_whole[_whole(name)] for name in parameter_by_name}
     for path, names in groupby(
         sorted(parameter_by_name, key=file_by_name.__getitem__), file_by_name.__getitem__
     ):
-        _load_file(path, {name: parameter_by_name[name] for name in names}, known, roots)
+        _load_file(path, {name: parameter_by_name[name] for name in names}, shapes, roots)
 
 
 def load_parameters(tensors: Mapping[str, torch.Tensor], stage: Stage) -> None:
-    """Fills the parameters of `stage` by name, cast to their dtype.
+    """Fills the parameters of `stage` by name, cast to their dtype; blocks of rows from whole tensors, or the reverse.
 
     Raises:
         LocalError: one is of another shape.
     """
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
-            if tensors[name].shape != parameter.shape:
-                wanted, found = tuple(parameter.shape), tuple(tensors[name].shape)
+            source = _put_together(name, tensors)
+            if source.shape != parameter.shape:
+                wanted, found = tuple(parameter.shape), tuple(source.shape)
                 raise LocalError(f"{name} should be {wanted}, found {found}")
-            parameter.copy_(tensors[name])
+            parameter.copy_(source)
+
+
+def _put_together(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The tensor of that name, or what it is made of."""
+    if name in tensors:
+        return tensors[name]
+    block = parse_block(name)
+    parts = [tensors[x] for x in made_of(name, tensors)]
+    return torch.cat(parts) if block is None else parts[0][block.rows.start : block.rows.stop]
+
+
+def _whole(name: str) -> str:
+    """Name of the whole tensor."""
+    block = parse_block(name)
+    return name if block is None else block.whole
 
 
 def _files(directory: str, names: Iterable[str], roots: Roots) -> dict[str, str]:
@@ -83,7 +102,7 @@ def _indexed(index: str, name: str, file_name: object) -> str:
     return file_name
 
 
-def _check_known(path: str, held: Iterable[str], known: frozenset[str]) -> None:
+def _check_known(path: str, held: Iterable[str], known: Collection[str]) -> None:
     """Refuses tensors that the model does not compute with: without them its numbers would be others."""
     for name in sorted(held):
         # Tables that old releases saved, and a head that is tied and so never used.
@@ -92,7 +111,7 @@ def _check_known(path: str, held: Iterable[str], known: frozenset[str]) -> None:
 
 
 def _load_file(
-    path: str, parameter_by_name: Mapping[str, torch.nn.Parameter], known: frozenset[str], roots: Roots
+    path: str, parameter_by_name: Mapping[str, torch.nn.Parameter], shapes: _Shapes, roots: Roots
 ) -> None:
     try:
         with (
@@ -101,14 +120,16 @@ def _load_file(
             safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as tensors,
         ):
             held = frozenset(tensors.keys())
-            _check_known(path, held, known)
+            _check_known(path, held, shapes.keys())
             for name, parameter in parameter_by_name.items():
-                if name not in held:
-                    raise UserError(_FIELD, path, f"does not hold {name}")
-                part = tensors.get_slice(name)
-                _check(path, name, tuple(part.get_shape()), part.get_dtype(), tuple(parameter.shape))
+                whole, block = _whole(name), parse_block(name)
+                if whole not in held:
+                    raise UserError(_FIELD, path, f"does not hold {whole}")
+                part = tensors.get_slice(whole)
+                _check(path, whole, tuple(part.get_shape()), part.get_dtype(), shapes[whole])
                 with torch.no_grad():
-                    parameter.copy_(tensors.get_tensor(name))
+                    rows = slice(None) if block is None else slice(block.rows.start, block.rows.stop)
+                    parameter.copy_(part[rows])
                 call_moved()
     except SafetensorError as error:
         raise UserError(_FIELD, path, f"cannot be read as safetensors: {error}") from error

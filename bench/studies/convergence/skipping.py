@@ -34,7 +34,8 @@ from skein.rng import stream
 from skein.types import ChunkRef, Epoch, Generation, JobId, Layout, MicrobatchId, Own, Step, WorkerId
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
-from worker.compute.ops import Compute, Done, Holding
+from worker.compute.holding import Holding
+from worker.compute.ops import Compute, Done
 from worker.compute.state import STEP
 from worker.data.dataset import open_dataset
 

@@ -8,12 +8,13 @@ Rules of this file
 from collections.abc import Iterator
 
 from skein.config.job import AUTO_CHUNKS, JobSpec
+from skein.plan.cut import most_stages
 from skein.plan.plan import Plan
 
 
 def settled(job: JobSpec, plan: Plan) -> JobSpec:
     """The job with what it leaves open as `plan` has it; as it is where the plan does not tell."""
-    num_body = len(plan.stages) - plan.layout.num_head_stages
+    num_body = len(plan.stages) - plan.layout.num_head_stages - job.parallel.num_shards
     chunks, rest = divmod(num_body, job.parallel.stages)
     if job.parallel.chunks == "auto" and not rest and chunks in AUTO_CHUNKS:
         job = _with_chunks(job, chunks)
@@ -42,7 +43,7 @@ def _cuts(job: JobSpec) -> Iterator[JobSpec]:
     if job.parallel.chunks != "auto":
         yield job
         return
-    most = (len(job.layers) - job.parallel.layout.num_head_stages) // job.parallel.stages
+    most = most_stages(job) // job.parallel.stages
     may_cut = not job.skip.ratio and not job.aggregation.walkers.are_lines
     for chunks in AUTO_CHUNKS if may_cut else AUTO_CHUNKS[:1]:
         if chunks <= max(1, most):

@@ -11,6 +11,7 @@ from skein.config.explain import Words
 from skein.config.job import JobSpec, with_steps
 from skein.errors import UserError
 from skein.model.parameters import parameter_shapes
+from skein.model.rows import whole_shapes
 from skein.protocol.coordinator.coordinator_io import (
     CancelAsked,
     DeleteAsked,
@@ -174,6 +175,6 @@ def beginning(other: JobHistory, spec: JobSpec, version: Step | None) -> Beginni
     if found.version in other.damaged:
         hint = f"is damaged ({other.damaged[found.version]}): put it back, or give another version"
         raise UserError("from", f"{other.job} version {found.version}", hint)
-    if parameter_shapes(spec.model) != parameter_shapes(other.spec.model):
+    if whole_shapes(parameter_shapes(spec.model)) != whole_shapes(parameter_shapes(other.spec.model)):
         raise UserError("from", other.job, "has a model of another shape: give the same model")
     return Beginning(job=other.job, version=found.version)

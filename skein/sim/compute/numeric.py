@@ -68,14 +68,19 @@ class NumericModel:
         layers = job.layers
         self.num_layers = len(layers)
         self.is_tied = bool(layers[-1].num_tied_parameters)
+        self._inner = job.model.inner_layers
         self._seed = job.seed
         self.layers = [(self.name(layer),) for layer in range(self.num_layers)]
         """Names of each layer's parameters."""
 
     def name(self, layer: int) -> str:
         """The parameter of a layer."""
-        is_end = layer in (0, self.num_layers - 1)
-        return _TIED if self.is_tied and is_end else f"layer{layer}"
+        num_inputs = self._inner.start
+        # Where the vocabulary is cut, its blocks begin the list and end it.
+        block = layer if layer < num_inputs else layer - (self.num_layers - num_inputs)
+        if not self.is_tied or block < 0:
+            return f"layer{layer}"
+        return _TIED if num_inputs == 1 else f"{_TIED}{block}"
 
     def names(self, stage: StageSpec) -> tuple[str, ...]:
         """Parameters of a stage, each once."""

@@ -4,7 +4,6 @@ Sums are the same but for their order: 1e-10 in float64, relative to each number
 """
 
 from collections.abc import Sequence
-from functools import reduce
 from itertools import pairwise
 
 import pytest
@@ -12,149 +11,178 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from skein.model.layers import AnyModel
+from skein.model.rows import VocabularySplit, parse_block, row_blocks
 from skein.types import Precision
-from tests.worker.model.builders import assert_near
-from worker.model.base import IGNORED_LABEL
-from worker.model.vocabulary import MergedLoss, PartialSoftmax, ShardScores, gradients, joined, merge, scores
+from tests.worker.model.builders import MODELS, NUM_TOKENS, assert_near, part, whole
+from worker.model.base import IGNORED_LABEL, Crossing, Stage
+from worker.model.pending import Tray, add_up
+from worker.model.vocabulary import Rows, cross_entropy
 
-NUM_TOKENS, NUM_FEATURES, VOCABULARY = 24, 16, 50
-CUTS = {
-    "whole": (0, 50),
-    "even": (0, 25, 50),
-    "uneven": (0, 3, 4, 31, 50),
-    "padded": (0, 18, 36, 54),
-    "all padding": (0, 25, 50, 58, 60),
-    "more padding than tokens": (0, 50, 52, 110),
-}
+NUM_FEATURES, VOCABULARY = 16, 50
+CUTS = {"whole": (0, 50), "even": (0, 25, 50), "uneven": (0, 3, 4, 31, 50)}
 LABELS = {"some ignored": 5, "all valid": 0, "all ignored": NUM_TOKENS}
+SPLITS = (VocabularySplit.OUTPUT, VocabularySplit.BOTH)
 
 
 def drawn(scale: float, num_ignored: int) -> tuple[Tensor, Tensor, Tensor]:
     """Input, matrix and labels; logits lie between about -`scale` and `scale`."""
     draw = torch.Generator().manual_seed(3)
-    x_NH = torch.randn(NUM_TOKENS, NUM_FEATURES, generator=draw, dtype=torch.float64)
+    x_BTH = torch.randn(1, NUM_TOKENS, NUM_FEATURES, generator=draw, dtype=torch.float64)
     weight_VH = torch.randn(VOCABULARY, NUM_FEATURES, generator=draw, dtype=torch.float64)
-    x_NH *= scale / (x_NH @ weight_VH.T).abs().max()
-    labels_N = torch.randint(0, VOCABULARY, (NUM_TOKENS,), generator=draw)
-    labels_N[:num_ignored] = IGNORED_LABEL
-    return x_NH, weight_VH, labels_N
+    x_BTH *= scale / (x_BTH @ weight_VH.T).abs().max()
+    labels_BT = torch.randint(0, VOCABULARY, (1, NUM_TOKENS), generator=draw)
+    labels_BT[:, :num_ignored] = IGNORED_LABEL
+    return x_BTH, weight_VH, labels_BT
 
 
-def expected(x_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, input's and matrix's gradient, by torch's own softmax over the whole vocabulary."""
-    x_NH, weight_VH = (tensor.clone().requires_grad_() for tensor in (x_NH, weight_VH))
-    loss = functional.cross_entropy(x_NH @ weight_VH.T, labels_N, ignore_index=IGNORED_LABEL, reduction="sum")
-    grad_x_NH, grad_VH = torch.autograd.grad(loss, [x_NH, weight_VH])
-    return loss.detach(), grad_x_NH, grad_VH
+def rows(weight_VH: Tensor, blocks: Sequence[range]) -> Rows:
+    held = Rows(blocks, NUM_FEATURES, weight_VH.dtype, Tray())
+    with torch.no_grad():
+        for block, weight_RH in zip(blocks, held.weights, strict=True):
+            weight_RH.copy_(weight_VH[block.start : block.stop])
+    return held
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
-
-
-def shards_of(weight_VH: Tensor, cut: Sequence[int]) -> list[Tensor]:
-    """Rows of each shard; padding is far from 0, and the likeliest of all were it not told apart."""
-    padding = weight_VH.new_full((cut[-1] - len(weight_VH), weight_VH.shape[1]), 100.0)
-    return [torch.cat([weight_VH, padding])[first:stop] for first, stop in pairwise(cut)]
-
-
-def told(
-    x_NH: Tensor,
-    shards: Sequence[Tensor],
-    labels_N: Tensor,
-    cut: Sequence[int],
-    *,
-    barriers: int,
-    precision: Precision = Precision.FP64,
-) -> tuple[list[ShardScores], list[PartialSoftmax]]:
-    both = [
-        scores(
-            x_NH,
-            weight_RH,
-            labels_N,
-            first_row=first,
-            vocab_size=VOCABULARY,
-            precision=precision,
-            has_numerator=barriers == 1,
-        )
-        for weight_RH, first in zip(shards, cut, strict=False)
-    ]
-    return [kept for kept, _ in both], [answer for _, answer in both]
-
-
-def finished(
-    kept: Sequence[ShardScores],
-    merged: MergedLoss,
-    shards: Sequence[Tensor],
-    labels_N: Tensor,
-    *,
-    barriers: int,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the input and of all rows, padding included."""
-    given = [
-        gradients(one, merged.normaliser, labels_N, weight_RH=None if barriers == 1 else weight_RH)
-        for one, weight_RH in zip(kept, shards, strict=True)
-    ]
-    grad_x_NH = merged.grad_x_NH
-    if grad_x_NH is None:
-        grad_x_NH = sum((part for _, part in given if part is not None), torch.zeros(()))
-    return grad_x_NH, torch.cat([rows for rows, _ in given])
-
-
-@pytest.mark.parametrize("barriers", [1, 2])
-@pytest.mark.parametrize("num_ignored", LABELS.values(), ids=LABELS)
 @pytest.mark.parametrize("scale", [5.0, 1e3])
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_every_cut_gives_the_loss_and_gradients_of_the_whole(
-    cut: tuple[int, ...], scale: float, num_ignored: int, barriers: int
+@pytest.mark.parametrize("num_ignored", LABELS.values(), ids=LABELS.keys())
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_shards_give_what_the_whole_matrix_gives(cut: Sequence[int], num_ignored: int, scale: float) -> None:
+    x_BTH, weight_VH, labels_BT = drawn(scale, num_ignored)
+    wanted_x, wanted_weight = x_BTH.clone().requires_grad_(), weight_VH.clone().requires_grad_()
+    logits = (wanted_x @ wanted_weight.T).flatten(0, 1)
+    wanted = functional.cross_entropy(
+        logits, labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+    torch.autograd.backward(wanted)
+
+    x_BTH.requires_grad_()
+    # Two blocks a shard where it has so many rows, as shards of a large vocabulary have several.
+    shards = [rows(weight_VH, _halves(first, stop)) for first, stop in pairwise(cut)]
+    hidden, scores = x_BTH, None
+    for shard in shards:
+        hidden, scores = shard.score(hidden, scores, labels_BT, torch.float64)
+    assert scores is not None
+    total = cross_entropy(scores, labels_BT)
+    torch.autograd.backward(total)
+
+    assert total.isfinite()
+    assert_near(total.detach(), wanted.detach(), tolerance=1e-10, what="loss")
+    assert wanted_x.grad is not None
+    assert wanted_weight.grad is not None
+    assert_near(x_BTH.grad, wanted_x.grad, tolerance=1e-10, what="dx")
+    grads = [weight.grad for shard in shards for weight in shard.weights if weight.grad is not None]
+    assert_near(torch.cat(grads), wanted_weight.grad, tolerance=1e-10, what="dw")
+
+
+def _halves(first: int, stop: int) -> list[range]:
+    middle = (first + stop) // 2
+    return [x for x in (range(first, middle), range(middle, stop)) if x]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("is_put_aside", [False, True], ids=["whole backward", "split backward"])
+@pytest.mark.parametrize("name", ["tied", "untied", "qwen2"])
+def test_a_model_cut_through_its_vocabulary_is_the_model(
+    name: str, split: VocabularySplit, *, is_put_aside: bool
 ) -> None:
-    x_NH, weight_VH, labels_N = drawn(scale, num_ignored)
-    loss, grad_x_NH, grad_VH = expected(x_NH, weight_VH, labels_N)
-    shards = shards_of(weight_VH, cut)
+    model, generator = MODELS[name], torch.Generator().manual_seed(1)
+    assert model.vocab_size is not None
+    tokens, labels = torch.randint(0, model.vocab_size, (2, 3, NUM_TOKENS), generator=generator)
+    labels[0, :2] = IGNORED_LABEL
+    reference = whole(model)
+    wanted, num_wanted = reference.loss(tokens, labels)
+    torch.autograd.backward(wanted)
 
-    kept, answers = told(x_NH, shards, labels_N, cut, barriers=barriers)
-    merged = merge(answers, labels_N)
-    found_x_NH, found_RH = finished(kept, merged, shards, labels_N, barriers=barriers)
+    cut = model.with_rows(split)
+    stages = [part(cut, at, at + 1) for at in range(len(cut.layer_parameters()))]
+    total, num_valid = _trained(stages, tokens, labels, is_put_aside=is_put_aside)
 
-    assert merged.num_tokens == NUM_TOKENS - num_ignored
-    assert_near(merged.loss_sum, loss, tolerance=1e-10)
-    assert_near(found_x_NH, grad_x_NH, tolerance=1e-10)
-    assert_near(found_RH[:VOCABULARY], grad_VH, tolerance=1e-10)
-    assert not found_RH[VOCABULARY:].any()
-
-
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_a_chain_gives_the_bits_of_a_star_and_backwards_the_same_loss(cut: tuple[int, ...]) -> None:
-    x_NH, weight_VH, labels_N = drawn(1e3, 5)
-    _, answers = told(x_NH, shards_of(weight_VH, cut), labels_N, cut, barriers=1)
-
-    star, chain = merge(answers, labels_N), merge([reduce(joined, answers)], labels_N)
-    assert star.grad_x_NH is not None
-    assert chain.grad_x_NH is not None
-    assert torch.equal(star.loss_sum, chain.loss_sum)
-    assert torch.equal(star.grad_x_NH, chain.grad_x_NH)
-
-    backwards = merge([reduce(joined, reversed(answers))], labels_N)
-    assert_near(backwards.loss_sum, star.loss_sum, tolerance=1e-10)
-    assert_near(backwards.grad_x_NH, star.grad_x_NH, tolerance=1e-10)
+    assert_near(total, wanted.detach(), tolerance=1e-10, what="loss")
+    assert num_valid == num_wanted
+    found = _whole_gradients(stages)
+    for parameter_name, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        assert_near(found[parameter_name], parameter.grad, tolerance=1e-10, what=parameter_name)
 
 
-@pytest.mark.parametrize("barriers", [1, 2])
-def test_what_cancels_at_likely_labels_is_not_rounded_to_bfloat16(barriers: int) -> None:
-    """Small whole numbers, so that logits are exact and nothing but exponentials and errors has to be rounded."""
-    draw = torch.Generator().manual_seed(3)
-    x_NH = torch.randint(-3, 4, (NUM_TOKENS, NUM_FEATURES), generator=draw).double()
-    weight_VH = 2 * torch.randint(-1, 2, (VOCABULARY, NUM_FEATURES), generator=draw).double()
-    p_N, labels_N = (x_NH @ weight_VH.T).softmax(-1).max(-1)
-    x_NH, labels_N = x_NH[p_N > 0.9], labels_N[p_N > 0.9]
-    _, grad_x_NH, grad_VH = expected(x_NH, weight_VH, labels_N)
-    shards, cut = shards_of(weight_VH.float(), CUTS["uneven"]), CUTS["uneven"]
+def _trained(
+    stages: Sequence[Stage], tokens: Tensor, labels: Tensor, *, is_put_aside: bool
+) -> tuple[Tensor, int]:
+    """Loss of a microbatch whose boundaries are cut off from each other, as between workers."""
+    given = Crossing(tokens)
+    kept: list[tuple[Crossing, Sequence[Tensor], Stage]] = []
+    for stage in stages[:-1]:
+        made = stage.onward(given, labels)
+        kept.append((given, made.differentiable, stage))
+        given = made.detached()
+        for tensor in given.differentiable:
+            tensor.requires_grad_()
+    total, num_valid = stages[-1].score(given, labels)
+    kept.append((given, [total], stages[-1]))
+    grads: Sequence[Tensor] | None = None
+    for taken, made_of, stage in reversed(kept):
+        if is_put_aside:
+            pending = stage.put_aside(made_of, grads)
+            assert all(parameter.grad is None for parameter in stage.parameters())
+            add_up(pending)
+        else:
+            torch.autograd.backward(made_of, grads)
+        grads = [tensor.grad for tensor in taken.differentiable if tensor.grad is not None]
+    return total.detach(), num_valid
 
-    kept, answers = told(x_NH.float(), shards, labels_N, cut, barriers=barriers, precision=Precision.BF16)
-    merged = merge(answers, labels_N)
-    found_x_NH, found_RH = finished(kept, merged, shards, labels_N, barriers=barriers)
 
-    assert found_x_NH.dtype is found_RH.dtype is merged.loss_sum.dtype is torch.float32
-    # Errors are rounded to 8 bits, for two barriers and for all rows; exponentials have 24, less what cancels.
-    assert relative(found_x_NH, grad_x_NH) < (1e-4 if barriers == 1 else 2**-8)
-    assert relative(found_RH, grad_VH) < 2**-8
+def _whole_gradients(stages: Sequence[Stage]) -> dict[str, Tensor]:
+    """Gradients of whole tensors, those of both ends of a tied model added."""
+    by_row: dict[str, dict[int, Tensor]] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            block = parse_block(name)
+            whole_name, first = (name, 0) if block is None else (block.whole, block.rows.start)
+            parts = by_row.setdefault(whole_name, {})
+            assert parameter.grad is not None
+            parts[first] = parts[first] + parameter.grad if first in parts else parameter.grad
+    return {name: torch.cat([parts[x] for x in sorted(parts)]) for name, parts in by_row.items()}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_shards_begin_with_the_rows_of_the_whole_matrix(split: VocabularySplit) -> None:
+    model: AnyModel = MODELS["untied"]
+    cut = model.with_rows(split)
+    wanted = dict(whole(model).named_parameters())
+    for at in range(len(cut.layer_parameters())):
+        for name, parameter in part(cut, at, at + 1).named_parameters():
+            block = parse_block(name)
+            rows_of = slice(None) if block is None else slice(block.rows.start, block.rows.stop)
+            whole_name = name if block is None else block.whole
+            assert torch.equal(parameter, wanted[whole_name][rows_of]), name
+
+
+def test_scores_do_not_depend_on_how_many_hold_the_rows() -> None:
+    x_BTH, weight_VH, labels_BT = drawn(5.0, 3)
+    blocks = row_blocks(VOCABULARY)
+    alone = rows(weight_VH, blocks).score(x_BTH, None, labels_BT, torch.float64)[1]
+    scores = None
+    for block in blocks:
+        _, scores = rows(weight_VH, [block]).score(x_BTH, scores, labels_BT, torch.float64)
+    assert scores is not None
+    assert torch.equal(alone, scores)
+
+
+def test_in_bf16_gradients_are_as_near_as_those_of_the_whole_matrix() -> None:
+    model = MODELS["untied"]
+    tokens, labels = torch.randint(0, 50, (2, 2, NUM_TOKENS), generator=torch.Generator().manual_seed(2))
+    exact, rounded = whole(model), whole(model, precision=Precision.BF16)
+    cut = model.with_rows(VocabularySplit.OUTPUT)
+    shards = [part(cut, at, at + 1, precision=Precision.BF16) for at in range(len(cut.layer_parameters()))]
+    for stage in (exact, rounded):
+        torch.autograd.backward(stage.loss(tokens, labels)[0])
+    _trained(shards, tokens, labels, is_put_aside=False)
+    found = _whole_gradients(shards)
+    for name, parameter in exact.named_parameters():
+        assert parameter.grad is not None
+        other = rounded.get_parameter(name).grad
+        assert other is not None
+        size = parameter.grad.norm()
+        error, usual = (float((x.double() - parameter.grad).norm() / size) for x in (found[name], other))
+        assert error <= 1.5 * usual + 1e-3, name
