@@ -10,6 +10,7 @@ from bench.chaosing.watch import watched
 from bench.recovering.fate import Orders
 from client.api import Client, Job
 from skein.config.job import BackupSpec, JobSpec
+from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.protocol.log.records import Incident, Remedy
 from skein.types import JobState
 from skein.wire.views import IncidentEnded, StepFinished, WentBack
@@ -18,6 +19,8 @@ from tests.e2e.shared import SharedCluster
 from tests.support.extent import ENTIRE
 
 FIRST, LAST = 0, 1
+SHARD, LAST_SHARD, LAST_OF_BOTH = 2, 3, 5
+"""Stages of a job whose output is cut into shards, or the input too."""
 _POLL_S = 0.05
 RESUMED = "after DirectiveArrived Assign resumed"
 
@@ -27,7 +30,7 @@ class Point:
     """Where a holder of `stage` ends (None: the spare, when it gets a place), and who has to die before that.
 
     `companion`: a holder of this stage is killed first, with its share of the step nearly done. `is_split`: in a job
-    whose backwards are.
+    whose backwards are. `shards`: in a job whose vocabulary is cut.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Point:
     companion: int | None = None
     replicas: int = 2
     is_split: bool = False
+    shards: VocabularySplit = VocabularySplit.OFF
 
     def orders(self, *, freezes: bool) -> Orders:
         return Orders(at=self.at, nth=self.nth, turns=self.turns, how="freeze" if freezes else "kill")
@@ -55,6 +59,32 @@ POINTS = (
     Point(name="input-done", at=("ended Input",), stage=FIRST, nth=2, is_split=True),
     Point(name="loss-put-aside", at=("ended LossInput",), stage=LAST, nth=2, is_split=True),
     Point(name="before-weight", at=("after OpEnded Input",), stage=FIRST, nth=2, is_split=True),
+    Point(name="scored", at=("ended Forward",), stage=SHARD, nth=4, shards=VocabularySplit.OUTPUT),
+    Point(
+        name="scores-leaving",
+        at=("after SendTensor forward",),
+        stage=SHARD,
+        nth=4,
+        turns=2,
+        shards=VocabularySplit.OUTPUT,
+    ),
+    Point(name="scores-merged", at=("ended Loss",), stage=LAST_SHARD, nth=2, shards=VocabularySplit.OUTPUT),
+    Point(
+        name="errors-leaving",
+        at=("after SendTensor backward",),
+        stage=LAST_SHARD,
+        nth=2,
+        turns=2,
+        shards=VocabularySplit.OUTPUT,
+    ),
+    Point(
+        name="rows-put-aside",
+        at=("ended LossInput",),
+        stage=LAST_OF_BOTH,
+        nth=2,
+        is_split=True,
+        shards=VocabularySplit.BOTH,
+    ),
     Point(name="before-done", at=("before SendReport StageDone",), stage=LAST),
     Point(name="adopted", at=("before SendReport Ack",), stage=FIRST, companion=LAST),
     Point(name="acknowledged", at=("after SendReport Ack",), stage=LAST, turns=3, companion=FIRST),
@@ -90,6 +120,7 @@ COVERING = (
     "inside-backward",
     "input-done",
     "loss-put-aside",
+    "scores-merged",
     *BRIEF,
     "first-replayed",
     "result-leaving",
@@ -123,11 +154,20 @@ def wait_for_end(cluster: SharedCluster, name: str, is_over: threading.Event) ->
     return is_dead
 
 
-def job_of(name: str, text: Path, *, replicas: int = 2, is_split: bool = False) -> JobSpec:
+def job_of(
+    name: str,
+    text: Path,
+    *,
+    replicas: int = 2,
+    is_split: bool = False,
+    shards: VocabularySplit = VocabularySplit.OFF,
+) -> JobSpec:
     job = text_job(name, text, steps=NUM_STEPS, replicas=replicas)
     backward = "split" if is_split else job.plan.backward
     plan = job.plan.model_copy(update={"backward": backward})
-    return job.model_copy(update={"backup": BackupSpec(every_steps=4), "plan": plan})
+    parallel = job.parallel.model_copy(update={"vocabulary": VocabularySpec(split=shards)})
+    changed = {"backup": BackupSpec(every_steps=4), "plan": plan, "parallel": parallel}
+    return JobSpec.model_validate(job.model_copy(update=changed).model_dump(mode="json"))
 
 
 def holders(client: Client, stage: int | None) -> list[str]:
@@ -158,7 +198,7 @@ def assert_exact(job: Job, undisturbed: dict[int, float]) -> None:
 
 def doom(cluster: SharedCluster, client: Client, point: Point, *, freezes: bool) -> tuple[str, str | None]:
     """Give the orders; who is to end, and who before."""
-    placed = {stage: holders(client, stage) for stage in (None, FIRST, LAST)}
+    placed = {stage: holders(client, stage) for stage in {None, FIRST, LAST, point.stage}}
     stage = point.stage
     if point.replicas > 2:  # the spare makes one of the stages have three holders: that one
         stage = max((FIRST, LAST), key=lambda s: len(placed[s]))
@@ -176,7 +216,13 @@ def test_a_worker_that_dies_costs_no_step_wherever_it_was(
     cluster: SharedCluster, text: Path, undisturbed: dict[int, float], point: Point
 ) -> None:
     with cluster.client() as client:
-        spec = job_of(f"dies-{point.name}", text, replicas=point.replicas, is_split=point.is_split)
+        spec = job_of(
+            f"dies-{point.name}",
+            text,
+            replicas=point.replicas,
+            is_split=point.is_split,
+            shards=point.shards,
+        )
         job = client.submit(spec)
         wait_for_step(job, 1)
         with watched(job) as is_over:
