@@ -95,7 +95,10 @@ def reduction_bytes(problem: Problem, routing: Routing) -> F64:
         return num_bytes
     held = [holders_of(problem, routing, stage) for stage in range(problem.num_stages)]
     sums = [*zip(held, problem.reduction.num_bytes.tolist(), strict=True)]
-    sums.append((list(dict.fromkeys(held[0] + held[-1])), problem.reduction.tied_bytes))
+    for stage, holders in enumerate(held):
+        other = problem.reduction.tied_to(stage)
+        if other is not None:
+            sums.append((list(dict.fromkeys(holders + held[other])), problem.reduction.tied_bytes))
     for holders, summed_bytes in sums:
         if len(holders) > 1:
             num_bytes[np.ix_(holders, holders)] += 2 * summed_bytes / len(holders)

@@ -125,13 +125,17 @@ def _slots(loads: Sequence[StageLoad], num_stages: int, most_held: int, pool: Po
 
 
 def _reduction(job: JobSpec, plan: Plan, pool: Pool) -> Reduction:
-    own, shared = [0.0] * len(plan.stages), 0.0
+    own, shared_bytes, firsts = [0.0] * len(plan.stages), [], set[int]()
     for reduced in reduced_by_group(job.model, plan.stages).values():
         num_bytes = float(reduced.num_parameters * job.word_bytes)
         if len(reduced.stages) == 1:
             own[reduced.stages[0]] += num_bytes
         else:
-            shared += num_bytes
+            shared_bytes.append(num_bytes)
+            firsts.add(reduced.stages[0])
+    # Blocks of one stage that several others hold go over its links together.
+    is_paired = len(firsts) == len(shared_bytes) > 1
+    shared = max(shared_bytes) if is_paired else sum(shared_bytes)
     if plan.layout.comes_back:
         # Both ends are at the same workers.
         own[0] += own.pop() + shared
@@ -141,5 +145,6 @@ def _reduction(job: JobSpec, plan: Plan, pool: Pool) -> Reduction:
         latency_s=pool.links.latency_s,
         bytes_per_s=pool.links.bytes_per_s,
         tied_bytes=shared,
+        num_tied=len(firsts) if is_paired else 1,
         least_shard_bytes=float(LEAST_SHARD_BYTES),
     )

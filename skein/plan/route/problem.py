@@ -32,6 +32,7 @@ class Reduction:
         latency_s: (num_workers, num_workers) one way; row sends to column.
         bytes_per_s: same shape, infinite diagonal.
         tied_bytes: of tensors that the first and the last stage share, which the holders of both sum up together.
+        num_tied: pairs of stages that share so many bytes each: the first so many stages, and as many last ones.
         least_shard_bytes: no part of a gradient is cut smaller, so small ones have fewer owners than holders; 0: each
             holder owns a part.
     """
@@ -40,7 +41,14 @@ class Reduction:
     latency_s: F64
     bytes_per_s: F64
     tied_bytes: float = 0.0
+    num_tied: int = 1
     least_shard_bytes: float = 0.0
+
+    def tied_to(self, stage: int) -> int | None:
+        """The later stage that `stage` shares tensors with, if any."""
+        return (
+            len(self.num_bytes) - self.num_tied + stage if self.tied_bytes and stage < self.num_tied else None
+        )
 
     def part_bytes(self, num_bytes: float, num_holders: int) -> float:
         """Bytes that an owner receives, and then sends, if so many holders sum so much: a shard from and to each."""

@@ -28,6 +28,7 @@ def drawn(
         latency_s=luck.uniform(0, 0.1, (num_workers, num_workers)),
         bytes_per_s=luck.uniform(1e6, 1e7, (num_workers, num_workers)),
         tied_bytes=2e7 if layout is Layout.LINE and seed % 2 else 0.0,
+        num_tied=2 if num_stages > 3 and seed % 4 == 1 else 1,
         least_shard_bytes=3e6 if seed % 3 else 0.0,
     )
     return Problem(
@@ -145,9 +146,10 @@ def _reduced_s(problem: Problem, routing: Routing, stage: int) -> float:
         for x in range(problem.num_stages)
     ]
     own_s = group_s(problem.reduction, held[stage], float(problem.reduction.num_bytes[stage]))
-    if stage:
+    if stage >= problem.reduction.num_tied:
         return own_s
-    return max(own_s, group_s(problem.reduction, held[0] | held[-1], problem.reduction.tied_bytes))
+    other = held[stage - problem.reduction.num_tied]
+    return max(own_s, group_s(problem.reduction, held[stage] | other, problem.reduction.tied_bytes))
 
 
 def group_s(reduction: Reduction, group: Collection[int], num_bytes: float) -> float:

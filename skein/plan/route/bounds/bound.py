@@ -220,9 +220,10 @@ def reduce_least_s(problem: Problem, reduction: Reduction, stage: int) -> float:
     if not least_visits(problem, stage):
         return 0.0
     own_s = _among_least_s(problem, reduction, problem.stage_sizes[stage], float(reduction.num_bytes[stage]))
-    if stage or reduction.tied_bytes == 0:
+    other = reduction.tied_to(stage)
+    if other is None:
         return own_s
-    first, last = problem.stage_sizes[0], problem.stage_sizes[-1]
+    first, last = problem.stage_sizes[stage], problem.stage_sizes[other]
     size = first + last if problem.most_chunks == 1 else max(first, last)
     return max(own_s, _among_least_s(problem, reduction, size, reduction.tied_bytes))
 

@@ -74,8 +74,9 @@ def refit(fixed: Fixed, state: State, undo: Undo, changed: int) -> None:
         if seat < len(fixed.stage_of):
             fit_chunk(fixed, state, seat)
             fit_stage(fixed, state, fixed.stage_of[seat])
-            if fixed.tied_bytes > 0.0 and fixed.stage_of[seat] == len(state.reduce_s) - 1:
-                fit_stage(fixed, state, 0)
+            first = fixed.stage_of[seat] - (len(state.reduce_s) - fixed.num_tied)
+            if fixed.tied_bytes > 0.0 and first >= 0:
+                fit_stage(fixed, state, first)
     for microbatch in range(len(state.trip_s)):
         fit_trip(fixed, state, microbatch)
 

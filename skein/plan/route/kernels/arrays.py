@@ -44,6 +44,7 @@ class Fixed(NamedTuple):
     reduce_s_per_byte: F64
     move_s: F64
     tied_bytes: float
+    num_tied: int
     least_shard_bytes: float
     num_hops: int
     max_swaps: int
@@ -100,6 +101,7 @@ def fixed(problem: Problem) -> Fixed:
         reduce_latency_s=np.zeros(square) if reduction is None else _solid(reduction.latency_s),
         reduce_s_per_byte=np.zeros(square) if reduction is None else _solid(1.0 / reduction.bytes_per_s),
         tied_bytes=0.0 if reduction is None else float(reduction.tied_bytes),
+        num_tied=1 if reduction is None else reduction.num_tied,
         least_shard_bytes=0.0 if reduction is None else float(reduction.least_shard_bytes),
         move_s=np.zeros(shape) if problem.move_s is None else _solid(problem.move_s),
         num_hops=problem.num_hops,

@@ -108,25 +108,27 @@ def fit_trip(fixed: Fixed, state: State, microbatch: int) -> None:
 def fit_stage(fixed: Fixed, state: State, stage: int) -> None:
     """Fill in how long a stage's holders take to aggregate.
 
-    What the ends share is summed by the holders of both, beside the first stage's own: the step's last backward is at
-    that stage, so both begin when it ends.
+    What the ends share is summed by the holders of both, beside the first stage's own: its last backward comes later
+    than the other's, so both begin when it ends.
     """
     begin, end = fixed.first_chunk[stage], fixed.first_chunk[stage + 1]
-    took_s = among_s(fixed, state, begin, end, begin, fixed.reduce_bytes[stage])
-    if stage == 0 and fixed.tied_bytes > 0.0:
-        last = fixed.first_chunk[len(state.reduce_s) - 1]
-        took_s = max(took_s, among_s(fixed, state, begin, end, last, fixed.tied_bytes))
+    took_s = among_s(fixed, state, begin, end, begin, begin, fixed.reduce_bytes[stage])
+    if stage < fixed.num_tied and fixed.tied_bytes > 0.0:
+        other = len(state.reduce_s) - fixed.num_tied + stage
+        first, stop = fixed.first_chunk[other], fixed.first_chunk[other + 1]
+        took_s = max(took_s, among_s(fixed, state, begin, end, first, stop, fixed.tied_bytes))
     state.reduce_s[stage] = took_s
 
 
 @compiled
-def among_s(fixed: Fixed, state: State, begin: int, end: int, more: int, num_bytes: float) -> float:
-    """Seconds to sum so many bytes among the holders of chunks `begin` ... `end`, and of those of the last stage that
-    begin at chunk `more`, where that is not `begin`.
+def among_s(
+    fixed: Fixed, state: State, begin: int, end: int, more: int, stop: int, num_bytes: float
+) -> float:
+    """Seconds to sum so many bytes among the holders of chunks `begin` ... `end`, and of chunks `more` ... `stop`.
 
     Each owner sums one part of the gradient and hands the sum out, over the worst link among all.
     """
-    chunks = len(state.slots) - more if more != begin else 0
+    chunks = stop - more
     num_holders = end - begin
     for b in range(chunks):
         # A worker at both ends has one part of the sum, not two.
