@@ -17,6 +17,7 @@ NAMES = (
     "scale",
     "schedules",
     "split",
+    "vocabulary",
     "wire",
 )
 _ABOUT = "Run a comparison; exit 1 if it misses its goal. `skein bench NAME --help` has its options."
