@@ -19,7 +19,7 @@ from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec
 from skein.config.resources import ResourcesSpec
 from skein.errors import LocalError, UserError
 from skein.model.layers import LayerSpec, layers_of
-from skein.model.rows import VocabularySpec, VocabularySplit, row_blocks
+from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.model.table import ModelSpec
 from skein.spec import Spec
 from skein.types import Layout, Precision
@@ -373,8 +373,8 @@ class JobSpec(Spec):
         object.__setattr__(self, "model", self.model.with_rows(split))
         if split is VocabularySplit.OFF:
             return
-        num_tokens, hint = self.model.vocab_size, None
-        if not self.model.has_vocabulary or num_tokens is None:
+        hint = None
+        if not self.model.has_vocabulary:
             hint = f"models of family {self.model.family} have no vocabulary: give off"
         elif self.parallel.layout.comes_back:
             hint = "in layout loop labels stay where samples are read, and every shard needs them: give off, or line"
@@ -384,9 +384,6 @@ class JobSpec(Spec):
             hint = f"with {self.aggregation.rule} a walker holds each stage once, on workers of its own: give off"
         elif isinstance(self.optimizer, LambSpec):
             hint = f"{self.optimizer.name} goes by the norm of whole tensors, which nobody holds: give off"
-        elif self.parallel.stages > len(row_blocks(num_tokens)):
-            most = len(row_blocks(num_tokens))
-            hint = f"{num_tokens} rows are cut into {most} shards at most: give off, or parallel.stages up to {most}"
         if hint is not None:
             raise UserError("parallel.vocabulary.split", split.value, hint)
 

@@ -165,13 +165,18 @@ def check_job(job: JobSpec) -> None:
     """Refuses at submit what no fleet could run.
 
     Raises:
-        UserError: more stages or chunks than layers, samples longer than the model's positions, or more replicas than
-            microbatches to share.
+        UserError: more stages, chunks or shards than layers, samples longer than the model's positions, or more
+            replicas than microbatches to share.
     """
     parallel = job.parallel
     most = most_stages(job)
     check_num_stages(most + parallel.layout.num_head_stages, parallel.stages, parallel.layout)
     most //= parallel.stages
+    if parallel.num_shards and parallel.stages > _ends(job)[1]:
+        hint = (
+            f"the vocabulary is cut into {_ends(job)[1]} shards at most: give off, or fewer parallel.stages"
+        )
+        raise UserError("parallel.vocabulary.split", parallel.vocabulary.split.value, hint)
     if parallel.chunks != "auto" and parallel.chunks > most:
         num_stages = parallel.num_stages - parallel.num_shards
         hint = f"{num_stages} stages are more than the model has layers to cut: give at most {most}"

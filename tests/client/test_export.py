@@ -23,6 +23,7 @@ from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel
 from skein.model.layers import AnyModel
 from skein.model.parameters import parameter_shapes
+from skein.model.rows import VocabularySplit
 from skein.numeric.aggregate.diloco import GLOBAL
 from skein.protocol.log.records import StageFiles, walker_prefix
 from skein.protocol.messages.directives import CheckpointFile
@@ -91,6 +92,20 @@ def test_transformers_opens_the_export_with_the_same_logits(
     tokens, _ = samples(model)
     expected = whole(model, precision=Precision.FP32).logits(tokens).detach()
     assert_near(opened_logits(out, tokens), expected, tolerance=SAME_LOGITS)
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_blocks_of_a_vocabulary_are_exported_as_whole_tensors(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    cut = model.with_rows(VocabularySplit.BOTH)
+    inner, num_layers = cut.inner_layers, len(cut.layer_parameters())
+    # The last shard's file comes first: rows are put in their order.
+    files = stage_files(cut, (0, inner.start, inner.stop + 1, num_layers - 1, num_layers), tmp_path)
+    write_huggingface([*reversed(files)], cut, tmp_path / "cut", max_shard_bytes=BIG)
+    write_huggingface(stage_files(model, (0, 2, 4), tmp_path), model, tmp_path / "plain", max_shard_bytes=BIG)
+    weights = [load_file(tmp_path / out / "model.safetensors") for out in ("cut", "plain")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][key]) for key, tensor in weights[0].items())
 
 
 def test_export_of_float64_is_rounded_to_float32(tmp_path: Path) -> None:

@@ -215,6 +215,25 @@ def test_a_skip_ratio_must_leave_every_stage_its_use(
         parse_job(text, origin="job.yaml")
 
 
+@pytest.mark.parametrize(
+    ("more", "split", "mistake"),
+    [
+        ("parallel: {stages: 4, layout: loop", "output", "in layout loop labels stay where samples are read"),
+        ("skip: {ratio: 0.5}\nparallel: {stages: 4", "both", "cannot be left out or change places"),
+        ("optimizer: {name: lamb}\nparallel: {stages: 2", "output", "lamb goes by the norm of whole tensors"),
+        (
+            "aggregation: {rule: diloco}\nparallel: {stages: 2",
+            "output",
+            "with diloco a walker holds each stage",
+        ),
+    ],
+)
+def test_a_vocabulary_is_not_cut_where_that_cannot_be(more: str, split: str, mistake: str) -> None:
+    (told,) = mistakes(f"{GOOD}\n{more}, vocabulary: {{split: {split}}}}}")
+    assert told.startswith(f"parallel.vocabulary.split: {split!r}: ")
+    assert mistake in told
+
+
 def test_chunks_neither_skip_nor_make_walkers() -> None:
     skipping = f"{GOOD}\nskip: {{ratio: 0.5}}\nparallel: {{stages: 4, chunks: 2}}"
     assert mistakes(skipping) == [

@@ -15,11 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from skein.errors import UnfitError, UserError
 from skein.model.decoder import DecoderModel
 from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.rows import VocabularySplit
 from skein.storage.roots import Roots
 from skein.types import Precision
 from tests.support import extent
 from tests.worker.model.builders import DECODERS, MODELS, assert_near, cuts, llama, part, samples, whole
-from worker.model.weights import load_huggingface
+from worker.model.weights import load_huggingface, load_parameters
 
 # The promise to users: float32 logits of order 1 to 10 after a chain of products.
 SAME_LOGITS = 1e-5
@@ -67,6 +68,27 @@ def test_any_cut_of_what_transformers_saved_gives_its_logits(
             load_huggingface(tmp_path, stage)
             x = stage.logits(x) if stage.has_head else stage(x)
         assert_near(x.detach(), expected, tolerance=SAME_LOGITS, what=str(cut))
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("split", [VocabularySplit.OUTPUT, VocabularySplit.BOTH])
+def test_shards_of_the_vocabulary_take_their_rows_of_whole_tensors(
+    name: str, split: VocabularySplit, tmp_path: Path
+) -> None:
+    model = MODELS[name]
+    assert isinstance(model, DecoderModel)
+    expected = written(model, tmp_path)
+    cut = whole(model.with_rows(split), precision=Precision.FP32)
+    load_huggingface(tmp_path, cut)
+    assert_near(cut.logits(samples(model)[0]).detach(), expected, tolerance=SAME_LOGITS)
+
+    # A checkpoint of either is a beginning for the other.
+    plain = whole(model, precision=Precision.FP32)
+    load_parameters(dict(cut.named_parameters()), plain)
+    again = whole(model.with_rows(split), precision=Precision.FP32, seed=9)
+    load_parameters(dict(plain.named_parameters()), again)
+    for key, tensor in again.named_parameters():
+        assert torch.equal(tensor, cut.get_parameter(key)), key
 
 
 def test_weights_are_cast_to_the_dtype_of_the_stage(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Plans of models whose vocabulary is cut: every row once, a shard of each end for every worker."""
+
+import pytest
+
+from skein.config.job import JobSpec, ParallelSpec, PlanSpec
+from skein.errors import UserError
+from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.reduced import reduced_by_group
+from skein.model.rows import VocabularySpec, VocabularySplit, parse_block
+from skein.plan.changing.recut import recut
+from skein.plan.check import violations
+from skein.plan.cut import check_job, cut_job
+from skein.plan.plan import Plan
+from skein.plan.searched import make_searched_plan
+from skein.types import StageSpec, Tied
+from tests.plan.builders import fleet, job, link, planned
+
+SPLITS = (VocabularySplit.OUTPUT, VocabularySplit.BOTH)
+ROWS = 1000
+
+
+def sharded(
+    split: VocabularySplit, *, stages: int = 4, chunks: int = 1, is_tied: bool = False, rows: int = ROWS
+) -> JobSpec:
+    shape = LlamaShape(
+        vocab_size=rows,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2 * stages * chunks,
+        tie_word_embeddings=is_tied,
+    )
+    parallel = ParallelSpec(stages=stages, chunks=chunks, vocabulary=VocabularySpec(split=split))
+    changed = job().model_copy(update={"parallel": parallel, "model": LlamaModel(shape=shape)})
+    return JobSpec.model_validate(changed.model_dump(mode="json"))
+
+
+def rows_of(spec: JobSpec, stage: StageSpec) -> list[range]:
+    layers = spec.model.layer_parameters()[stage.first : stage.stop]
+    blocks = [parse_block(name) for layer in layers for name in layer]
+    return [block.rows for block in blocks if block is not None]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_shards_hold_every_row_once_and_every_worker_a_shard_of_each_end(
+    split: VocabularySplit, chunks: int
+) -> None:
+    spec, on = sharded(split, chunks=chunks), fleet([1e9] * 4)
+    plan = planned(spec, on)
+    assert list(violations(plan, spec, on)) == []
+    num_inputs, num_between, num_outputs = spec.parallel.shares
+    assert num_outputs == 4
+    assert num_inputs == (4 if split is VocabularySplit.BOTH else 0)
+    for first, stop in ((0, num_inputs), (num_inputs + num_between, len(plan.stages))):
+        shards = plan.stages[first:stop]
+        held = [row for stage in shards for rows in rows_of(spec, stage) for row in rows]
+        assert held == (list(range(ROWS)) if shards else [])
+        workers = [worker for stage in shards for worker in plan.holders(stage.index)]
+        assert len(set(workers)) == len(shards)
+
+
+def test_tied_rows_are_summed_shard_by_shard_by_one_worker_each() -> None:
+    spec, on = sharded(VocabularySplit.BOTH, is_tied=True), fleet([1e9] * 4)
+    plan = planned(spec, on)
+    tied = [group for group in plan.groups if isinstance(group.group, Tied)]
+    assert [len(group.workers) for group in tied] == [1] * 4
+    reduced = reduced_by_group(spec.model, plan.stages)
+    num_tied = sum(x.num_parameters for group, x in reduced.items() if isinstance(group, Tied))
+    assert num_tied == ROWS * 64
+
+
+def test_a_search_keeps_tied_rows_on_one_worker_where_links_are_slow() -> None:
+    spec = sharded(VocabularySplit.BOTH, is_tied=True, rows=20_000)
+    names = [f"w{i}" for i in range(4)]
+    links = [link(a, b, 1e-3, 1e7) for a in names for b in names if a != b]
+    quick = spec.model_copy(update={"plan": PlanSpec(budget_s=0.3)})
+    plan = make_searched_plan(quick, fleet([1e11] * 4, links=links), None, 0)
+    assert isinstance(plan, Plan)
+    assert all(len(group.workers) == 1 for group in plan.groups)
+
+
+def test_a_slow_worker_has_fewer_rows() -> None:
+    spec = sharded(VocabularySplit.OUTPUT, rows=30_000)
+    on = fleet([2e9, 2e9, 2e9, 1.2e9])
+    uneven = recut(spec, on, planned(spec, on))
+    assert isinstance(uneven, Plan)
+    assert list(violations(uneven, spec, on)) == []
+    num_rows = {
+        str(worker): sum(map(len, rows_of(spec, stage)))
+        for stage in uneven.stages[4:]
+        for worker in uneven.holders(stage.index)
+    }
+    assert num_rows.pop("w3") < min(num_rows.values())
+
+
+def test_more_shards_than_blocks_are_refused() -> None:
+    spec = sharded(VocabularySplit.OUTPUT, stages=4, rows=40)
+    with pytest.raises(UserError, match="cut into 2 shards at most") as refused:
+        check_job(spec)
+    assert refused.value.field == "parallel.vocabulary.split"
+
+
+def test_a_job_without_shards_is_cut_as_ever() -> None:
+    plain = sharded(VocabularySplit.OFF)
+    assert len(cut_job(plain)) == 4
+    assert not [x for stage in cut_job(plain) for x in rows_of(plain, stage)]
