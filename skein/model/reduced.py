@@ -37,7 +37,7 @@ def names_by_group(
         layers: names of the parameters of each of the model's layers.
 
     >>> names_by_group([Own(StageIndex(1)), Tied()], StageIndex(1), ["b", "e"], [["e"], ["b"], ["e"]])
-    {Own(stage=1): ('b',), Tied(): ('e',)}
+    {Own(stage=1): ('b',), Tied(first=None, stop=None): ('e',)}
     """
     own = Own(stage)
     group_by_name = {name: group for group in groups for name in _taken(group, layers)}
