@@ -6,14 +6,17 @@ import pytest
 import torch
 
 from skein.config.aggregation import AggregationSpec, DiLoCo, OneBitAdam
-from skein.config.job import JobSpec
+from skein.config.job import JobSpec, ParallelSpec
 from skein.config.rule import Reach
+from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.plan.agreeing.exchange import Row
-from skein.plan.plan import Group
+from skein.plan.cut import cut_job
+from skein.plan.plan import Group, Path
 from skein.protocol.messages.directives import ExchangeTerms
-from skein.protocol.messages.tensors import ShardKind, ShardTensor
-from skein.protocol.worker.ops import JoinOp, PackOp, SumOp
-from skein.types import ChunkRef, StageIndex, StageSpec, Step, WorkerId, parse_group
+from skein.protocol.messages.tensors import Phase, ShardKind, ShardTensor
+from skein.protocol.worker.ops import JoinOp, LossOp, PackOp, SumOp
+from skein.types import ChunkRef, MicrobatchId, StageIndex, StageSpec, Step, WorkerId, parse_group
 from tests.support.jobs import small_job
 from tests.support.reports import attempt
 from worker.bundle import Bundle, WireTensor
@@ -127,3 +130,40 @@ def test_what_does_not_fit_an_exchange_is_its_senders_fault(rule: AggregationSpe
         with pytest.raises(OperandError, match=r"give '(codes|bits)'") as caught:
             member.look_at(kind, strange)
         assert caught.value.sender == PEER.worker
+
+
+def test_shards_of_a_vocabulary_look_at_what_the_shard_before_passes_on() -> None:
+    parallel = ParallelSpec(stages=2, vocabulary=VocabularySpec(split=VocabularySplit.OUTPUT))
+    shape = LlamaShape(
+        vocab_size=64, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    changed = small_job(stages=2).model_copy(update={"parallel": parallel, "model": LlamaModel(shape=shape)})
+    job = JobSpec.model_validate(changed.model_dump(mode="json"))
+    *_, last = cut_job(job)
+    chunk = Chunk.drawn(job, last, version=STEP, device=torch.device("cpu"))
+    hops = tuple(ChunkRef(stage=StageIndex(i), worker=WorkerId(f"w{i}")) for i in range(last.index + 1))
+    op = LossOp(
+        phase=Phase.TRAIN,
+        step=STEP,
+        microbatch=MicrobatchId(0),
+        hop=last.index,
+        path=Path(hops=hops),
+    )
+    (operand,) = filter(None, [op.operand])
+    hidden, scores = torch.zeros(1, 4, 8), torch.zeros(1, 4, 2)
+
+    def look_at(**tensors: torch.Tensor) -> None:
+        check_operands(
+            op, {operand: pack(tensors)}, {last.index: chunk}, {}, Exchanging(job, ME.worker, Gauges())
+        )
+
+    look_at(x=hidden, scores=scores)
+    for strange in (
+        {},
+        {"scores": scores[:, :3]},
+        {"scores": scores.long()},
+        {"scores": scores, "tokens": scores},
+    ):
+        with pytest.raises(OperandError, match=r"give with it 'scores' of shape \[1, 4, 2\]") as caught:
+            look_at(x=hidden, **strange)
+        assert caught.value.sender == hops[-2].worker

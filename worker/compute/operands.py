@@ -32,8 +32,6 @@ from worker.model.base import Crossing
 
 _FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 
-_CROSSING = {HIDDEN, LABELS, TOKENS, SCORES}
-
 Chunks = Mapping[StageIndex, Chunk]
 Graphs = Mapping[tuple[MicrobatchId, StageIndex], tuple[Crossing, Crossing]]
 
@@ -66,7 +64,7 @@ def check_operands(
             mine = next(chunks[m.stage] for m in op.group.members if m.stage in chunks)
             _check_exchanged(op.results, operands, op, mine, exchanges)
         case ForwardOp() | LossOp() | LossInputOp():
-            _check_input(op, operands)
+            _check_input(op, operands, chunks[op.chunk.stage])
         case BackwardOp() | InputOp():
             _check_gradient(op, operands, graphs)
         case _:
@@ -116,15 +114,32 @@ def _check_exchanged(
             )
 
 
-def _check_input(op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> None:
+def _check_input(
+    op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload], chunk: Chunk
+) -> None:
     bundle = _arrived(op, operands)
     if bundle is None:
         return
     hidden = [
         tensor for tensor in bundle if tensor.name == HIDDEN and tensor.dtype in _FLOATS and tensor.shape
     ]
-    if len(hidden) != 1 or not {tensor.name for tensor in bundle} <= _CROSSING:
+    if len(hidden) != 1 or not {tensor.name for tensor in bundle} <= {HIDDEN, LABELS, TOKENS, SCORES}:
         raise OperandError(_maker(op), f"an activation: {_told(bundle)}: give {HIDDEN!r}, of floats")
+    # Of each token, what shards of a vocabulary pass on.
+    each = hidden[0].shape[:-1]
+    wanted = {TOKENS: (each, frozenset({DType.INT64}))} if chunk.module.takes_tokens else {}
+    wanted |= {SCORES: ((*each, 2), _FLOATS)} if chunk.module.takes_scores else {}
+    passed = [tensor for tensor in bundle if tensor.name in (TOKENS, SCORES)]
+    fitting = [
+        x
+        for x in passed
+        if x.name in wanted and x.shape == wanted[x.name][0] and x.dtype in wanted[x.name][1]
+    ]
+    if not len(fitting) == len(passed) == len(wanted):
+        shown = ", ".join(f"{name!r} of shape {list(shape)}" for name, (shape, _) in wanted.items())
+        raise OperandError(
+            _maker(op), f"an activation: {_told(bundle)}: give with it {shown or 'labels alone'}"
+        )
 
 
 def _check_gradient(op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload], graphs: Graphs) -> None:

@@ -86,6 +86,16 @@ class Stage(nn.Module, ABC):
         """Whether `onward` needs labels."""
         return False
 
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether tokens come with its input, from shards of the vocabulary before it."""
+        return False
+
+    @property
+    def takes_scores(self) -> bool:
+        """Whether scores come with its input, from shards of the vocabulary before it."""
+        return False
+
     @abstractmethod
     def body(self, x: Tensor) -> Tensor:
         """The layers of this stage but the head."""

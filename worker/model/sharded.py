@@ -38,7 +38,7 @@ class ShardedDecoderStage(Stage):
         self.model = _Held()
         self.lm_head: Rows | None = None
         self._takes_samples = stage.first == 0
-        self._tokens_go_on = stage.stop < inner.start
+        self._inner = inner
         inputs = self._inputs(blocks, dtype)
         self.model.embed_tokens = inputs
         for layer in range(max(stage.first, inner.start), min(stage.stop, inner.stop)):
@@ -78,6 +78,14 @@ class ShardedDecoderStage(Stage):
     @property
     def takes_labels(self) -> bool:
         return self._scores
+
+    @property
+    def takes_tokens(self) -> bool:
+        return 0 < self.stage.first < self._inner.start
+
+    @property
+    def takes_scores(self) -> bool:
+        return self.stage.first > self._inner.stop + 1
 
     def body(self, x: Tensor) -> Tensor:
         tokens = x if self._takes_samples else None
@@ -123,7 +131,7 @@ class ShardedDecoderStage(Stage):
         if self.model.norm is not None:
             # Shards add to its gradient, in the dtype of sums.
             x = self.model.norm(x).to(parameter_dtype(self.precision))
-        return Crossing(x, tokens if self._tokens_go_on else None, given.scores)
+        return Crossing(x, tokens if self.stage.stop < self._inner.start else None, given.scores)
 
     def initial(self, name: str, shape: torch.Size) -> tuple[float, float]:
         return decoder_initial(self.shape, name)
