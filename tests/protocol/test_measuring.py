@@ -82,6 +82,18 @@ def test_a_loss_is_cut_into_forward_and_backward_and_its_sum_stays() -> None:
     assert time.forward_s / time.backward_s == pytest.approx(LOADS[1].forward_flops / LOADS[1].backward_flops)
 
 
+def test_a_loss_told_of_a_stage_without_arithmetic_says_nothing() -> None:
+    parallel = SPEC.parallel.model_copy(update={"stages": len(SPEC.layers)})
+    spec = SPEC.model_copy(update={"parallel": parallel})
+    alone = make_balanced_plan(spec, ON, None, 0)
+    assert isinstance(alone, Plan)
+    embedding = ChunkTime(chunk=alone.chunks[0].chunk, forward_s=0.0, backward_s=0.0, loss_s=1.0)
+    measured = Measured(spec)
+    report = TimesMeasured(generation=Generation(1), chunks=(embedding,), transfers=())
+    measured.take(embedding.chunk.worker, report, alone)
+    assert measured.on(ON, LINKS).stage_times == ()
+
+
 def test_a_plan_made_of_what_was_measured_expects_just_that() -> None:
     measured = Measured(SPEC)
     for worker in (FIRST, LAST):

@@ -156,7 +156,8 @@ class Measured:
         for stage, load in zip(stages, self._loads(stages), strict=True):
             time = own[stage]
             forward_s, backward_s = time.forward_s, time.backward_s
-            if time.loss_s > 0:
+            # Only who lies says that a stage without arithmetic has a loss.
+            if time.loss_s > 0 and load.flops > 0:
                 forward_s = time.loss_s * load.forward_flops / load.flops
                 backward_s = time.loss_s - forward_s
             if forward_s > 0 and backward_s > 0:
