@@ -381,7 +381,8 @@ def _page_url(page: PageLink, *, reached: str) -> str:
     host, port = split_address("page", page.address)
     if host in ("0.0.0.0", "::"):  # noqa: S104 - compared with
         host, _ = split_address("coordinator", reached)
-    return f"http://{join_address(host, port)}/" + (f"login?link={page.link}" if page.link else "")
+    scheme = "https" if page.is_encrypted else "http"
+    return f"{scheme}://{join_address(host, port)}/" + (f"login?link={page.link}" if page.link else "")
 
 
 def _spec_of(job: JobSpec | Path | str) -> JobSpec:

@@ -20,6 +20,7 @@ from coordinator.checkpoints import CheckpointStore
 from coordinator.driver import AnswerPlan, AppendLog, Driver, wall_clock
 from coordinator.identity.office import FOLDER as AUTHORITY_FOLDER
 from coordinator.identity.office import IdentityOffice
+from coordinator.identity.page_tls import PageTls, hosts_of_this_machine
 from coordinator.lead.lease import AGAIN_S, Lead, PatientLog
 from coordinator.page.board import Audience, Board
 from coordinator.page.looks import Looks
@@ -41,8 +42,9 @@ from skein.protocol.membership.membership import LEASE_S
 from skein.storage.chain import FOLDER as AUDIT_FOLDER
 from skein.storage.places import ANYWHERE, Places
 from skein.types import Epoch
-from skein.wire.channel import is_loopback
+from skein.wire.channel import is_loopback, split_address
 from skein.wire.credentials import NO_CREDENTIALS
+from skein.wire.identity.authority import Authority
 from skein.wire.identity.names import Caller
 from skein.wire.process.files import raise_open_files
 from skein.wire.serving.pages import Pages, on_thread
@@ -164,15 +166,23 @@ class Doors:
         metrics.watch_disk(options.state_dir)
         exposition, pages = Exposition(metrics.render), None
         async with AsyncExitStack() as undo:
-            office, credentials = None, NO_CREDENTIALS
+            office, tls, credentials = None, None, NO_CREDENTIALS
             is_revoked: Callable[[Caller], bool] = _nobody
             if options.has_certificates:
                 office = await asyncio.to_thread(IdentityOffice, options.state_dir / AUTHORITY_FOLDER)
                 undo.callback(office.close)
                 credentials, is_revoked = office.credentials, office.register.is_revoked
-            board = Board(on_thread(exposition.answer), audience_of(options), wall_clock(), is_revoked)
+                tls = page_tls_of(options, office.authority)
+            audience = audience_of(options, is_encrypted=tls is not None)
+            board = Board(on_thread(exposition.answer), audience, wall_clock(), is_revoked)
             if (port := options.metrics_port) is not None:
-                pages = await Pages.open("metrics_port", options.metrics_host, port, board.answer)
+                pages = await Pages.open(
+                    "metrics_port",
+                    options.metrics_host,
+                    port,
+                    board.answer,
+                    tls=None if tls is None else tls.context,
+                )
                 exposition.address = board.address = pages.address
                 undo.push_async_callback(pages.close)
             audit = AuditLog(options.state_dir / AUDIT_FOLDER)
@@ -203,13 +213,26 @@ def _nobody(_caller: Caller) -> bool:
     return False
 
 
-def audience_of(options: ServingOptions) -> Audience:
+def page_tls_of(options: ServingOptions, authority: Authority) -> PageTls | None:
+    """TLS of the page; None where its port is open to this machine alone."""
+    if is_loopback(options.metrics_host):
+        return None
+    return PageTls(authority, hosts_of_this_machine() | _names(options))
+
+
+def audience_of(options: ServingOptions, *, is_encrypted: bool) -> Audience:
     """Audience of the page: on this machine everybody, where a coordinator asks nobody for a certificate."""
-    advertised = () if options.advertise is None else (options.advertise.rpartition(":")[0],)
     return Audience(
         is_open=not options.has_certificates and is_loopback(options.metrics_host),
-        names=frozenset(name.lower() for name in (*advertised, options.metrics_host)),
+        names=_names(options),
+        is_encrypted=is_encrypted,
     )
+
+
+def _names(options: ServingOptions) -> frozenset[str]:
+    """Names, or addresses, by which options say that the page is reached."""
+    advertised = () if options.advertise is None else (split_address("advertise", options.advertise)[0],)
+    return frozenset(name.lower() for name in (*advertised, options.metrics_host))
 
 
 class Serving:

@@ -28,8 +28,9 @@ from coordinator.page.looks import Looks
 from skein.errors import UserError
 from skein.wire.identity.names import LOCAL, Caller
 from skein.wire.serving.pages import JSON, Answer, Fields, LivePage, Page, PageRequest
-from skein.wire.serving.sessions import SESSION_S, Sessions
+from skein.wire.serving.sessions import LINK_S, SESSION_S, Sessions
 from skein.wire.shown.plain import plain
+from skein.wire.views import PageLink
 
 HTML = "text/html; charset=utf-8"
 EVENTS = "text/event-stream; charset=utf-8"
@@ -48,10 +49,14 @@ _METRICS = ("/metrics", "/sd")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audience:
-    """Readers who may look: `is_open` lets everybody in; `names` are those of this machine beside its addresses."""
+    """Readers who may look: `is_open` lets everybody in; `names` are those of this machine beside its addresses.
+
+    `is_encrypted`: over HTTPS only.
+    """
 
     is_open: bool
     names: frozenset[str] = frozenset()
+    is_encrypted: bool = False
 
     def knows(self, host: str) -> bool:
         """Whether a `Host` is an address, or a name of ours.
@@ -100,15 +105,18 @@ class Board:
         """Show what this coordinator knows from now on."""
         self._looks = looks
 
-    def link(self, reader: Caller) -> str:
-        """Link that lets one reader in, once; "" where everybody is.
+    def link(self, reader: Caller) -> PageLink:
+        """Link that lets one reader in, once.
 
         Raises:
             UserError: there is no page.
         """
         if not self.address:
             raise UserError("page", "none", "start the coordinator with a --metrics-port, which serves it")
-        return "" if self._audience.is_open else self.sessions.link(reader, now=self._now())
+        link = "" if self._audience.is_open else self.sessions.link(reader, now=self._now())
+        return PageLink(
+            address=self.address, link=link, link_s=LINK_S, is_encrypted=self._audience.is_encrypted
+        )
 
     def tell(self) -> None:
         """Have those who listen told how things are; wanted every second or so. Costs nothing while nobody does."""
@@ -125,6 +133,9 @@ class Board:
                 f"This page is not known as {request.host[:80]!r}: use an address, or --advertise that name."
             )
             return _line(HTTPStatus.MISDIRECTED_REQUEST, line)
+        if self._audience.is_encrypted and not request.is_encrypted:
+            where = ("Location", f"https://{request.host}/")
+            return _line(HTTPStatus.PERMANENT_REDIRECT, "This page is served by HTTPS.", where)
         if request.path == "/login":
             return self._login(request)
         if request.path != "/" and not request.path.startswith("/api/"):
@@ -199,7 +210,8 @@ class Board:
         if session is None:
             line = "This link was used, or is over. For another one, run: skein page"
             return _line(HTTPStatus.UNAUTHORIZED, line)
-        cookie = f"{self._cookie}={session}; Max-Age={SESSION_S:.0f}; Path=/; HttpOnly; SameSite=Strict"
+        how = "; Secure" if request.is_encrypted else ""
+        cookie = f"{self._cookie}={session}; Max-Age={SESSION_S:.0f}; Path=/; HttpOnly; SameSite=Strict{how}"
         # A redirection would go on with what led here, perhaps from another site, and so without the cookie.
         body = b'<!doctype html><meta http-equiv="refresh" content="0;url=/"><a href="/">Skein</a>\n'
         return Page(HTTPStatus.OK, HTML, body, (*_PLAIN, ("Set-Cookie", cookie)))
@@ -223,8 +235,8 @@ class Board:
         return f"skein-{self.address.rpartition(':')[2]}"
 
 
-def _line(status: HTTPStatus, text: str) -> Page:
-    return Page(status, _TEXT, text.encode() + b"\n", _PLAIN)
+def _line(status: HTTPStatus, text: str, *fields: tuple[str, str]) -> Page:
+    return Page(status, _TEXT, text.encode() + b"\n", (*_PLAIN, *fields))
 
 
 def _nothing() -> Page:

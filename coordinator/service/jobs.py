@@ -33,9 +33,8 @@ from skein.wire import codec
 from skein.wire.context import Context
 from skein.wire.identity.names import caller_of
 from skein.wire.mapping import check_request
-from skein.wire.serving.sessions import LINK_S
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc, log_pb2
-from skein.wire.views import JobStatus, PageLink, SubmitReply, VersionReply
+from skein.wire.views import JobStatus, SubmitReply, VersionReply
 
 MAX_SPEC_BYTES = 1 << 20
 MAX_KEY_CHARACTERS = 256
@@ -188,8 +187,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
     async def OpenPage(self, request: jobs_pb2.OpenPageRequest, context: Context) -> jobs_pb2.PageLink:
         reader = caller_of(context)
         assert reader is not None, "nobody without a name comes so far"
-        link = PageLink(address=self._board.address, link=self._board.link(reader), link_s=LINK_S)
-        return codec.PAGE_LINK.encode(link)
+        return codec.PAGE_LINK.encode(self._board.link(reader))
 
     def _beginning(
         self, request: jobs_pb2.SubmitRequest, context: Context, spec: JobSpec

@@ -90,11 +90,13 @@ class PageLink:
     Args:
         address: host:port where it is served; the host may stand for all of a machine's.
         link: "" where nobody needs one.
+        is_encrypted: it is served by HTTPS, with a certificate of the cluster's authority.
     """
 
     address: str
     link: str
     link_s: float
+    is_encrypted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,16 +3,22 @@
 import asyncio
 import json
 import re
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from client.aio import AsyncClient
+from client.cli import run
+from coordinator.identity.office import ADMIN_FILE, FOLDER
+from coordinator.identity.page_tls import PageTls
 from coordinator.serving import Serving, ServingOptions
 from skein.protocol.log.records import Record
+from skein.wire.identity.authority import LIFE_S, Authority
 from skein.wire.identity.names import Caller
 from skein.wire.serving import pages
 from skein.wire.shown.plain import plain
@@ -34,13 +40,17 @@ HOSTILE = "<script>alert(1)</script>"
 
 
 @asynccontextmanager
-async def coordinator(state_dir: Path, *, has_certificates: bool = False) -> AsyncIterator[Serving]:
+async def coordinator(
+    state_dir: Path, *, has_certificates: bool = False, host: str = "127.0.0.1"
+) -> AsyncIterator[Serving]:
     """One with a past: a job of five steps and an incident, another that waits."""
     waits = replace(submitted("other-2"), spec=job_spec(name="waits").canonical_json())
     steps = [committed(JOB, step, wall_s=10.0 + step) for step in range(5)]
     past: list[Record] = [submitted(JOB), waits, *steps, checkpointed(JOB, 5), incident(JOB, seconds=0.6)]
     write_log(state_dir, past)
-    options = ServingOptions(state_dir=state_dir, has_certificates=has_certificates, metrics_port=0)
+    options = ServingOptions(
+        state_dir=state_dir, has_certificates=has_certificates, metrics_host=host, metrics_port=0
+    )
     running = await Serving.start(options, plan_at_once)
     try:
         yield running
@@ -53,13 +63,13 @@ def page_of(running: Serving) -> str:
 
 
 async def asked(
-    running: Serving, path: str, method: str = "GET", **fields: str
+    running: Serving, path: str, method: str = "GET", tls: ssl.SSLContext | None = None, **fields: str
 ) -> tuple[int, dict[str, str], bytes]:
     """Status, header and body of an answer."""
-    target = page_of(running)
+    target = page_of(running).replace("0.0.0.0", "127.0.0.1")
     sent = {"Host": target} | {name.replace("_", "-"): value for name, value in fields.items()}
     async with asyncio.timeout(WAIT_S):
-        reader, writer = await asyncio.open_connection(*target.rsplit(":", 1))
+        reader, writer = await asyncio.open_connection(*target.rsplit(":", 1), ssl=tls)
         lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items()), "\r\n"]
         writer.write("\r\n".join(lines).encode())
         answer = await reader.read()
@@ -163,6 +173,39 @@ async def test_with_certificates_a_link_lets_one_browser_in_once(tmp_path: Path)
         assert (status, body) == (401, b"This link was used, or is over. For another one, run: skein page\n")
 
 
+async def test_beyond_this_machine_the_page_is_encrypted_and_scrapes_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority, admin = tmp_path / "authority.pem", tmp_path / FOLDER / ADMIN_FILE
+    async with coordinator(tmp_path, has_certificates=True, host="0.0.0.0") as running:
+        command = ["page", "--json", "--authority", str(authority), "--identity", str(admin)]
+        called = ["--coordinator", running.where().address]
+        assert await asyncio.to_thread(run, [*command, *called]) == 0
+        url = urlsplit(json.loads(capsys.readouterr().out)["url"])
+        # Verifies the chain, and that the certificate is of this address.
+        tls = ssl.create_default_context(cafile=str(authority))
+        assert (url.scheme, url.hostname) == ("https", "127.0.0.1")
+        login = f"{url.path}?{url.query}"
+        status, fields, _ = await asked(running, login)
+        assert (status, fields["Location"]) == (308, f"https://{url.netloc}/")
+        status, fields, _ = await asked(running, login, tls=tls)
+        cookie, *how = fields["Set-Cookie"].split("; ")
+        assert (status, "Secure" in how) == (200, True)
+        assert (await asked(running, "/api/overview", tls=tls, Cookie=cookie))[0] == 200
+        assert (await asked(running, "/api/overview", Cookie=cookie))[0] == 308
+        assert (await asked(running, "/metrics"))[0] == (await asked(running, "/metrics", tls=tls))[0] == 200
+
+
+async def test_the_page_has_another_certificate_before_the_last_one_ends() -> None:
+    now = [0.0]
+    tls = PageTls(Authority.new(now_s=0.0), ("lab", "10.0.0.1"), clock=lambda: now[0])
+    first = tls.context()
+    now[0] = 0.66 * LIFE_S
+    assert tls.context() is first
+    now[0] = 0.67 * LIFE_S
+    assert tls.context() is not first
+
+
 async def test_on_this_machine_alone_everybody_may_look_where_nobody_is_asked(tmp_path: Path) -> None:
     async with coordinator(tmp_path) as running:
         async with AsyncClient(running.where().address) as client:
@@ -248,7 +291,7 @@ async def test_a_listener_that_reads_nothing_is_dropped(
 async def test_a_session_that_ends_takes_its_listener_along(tmp_path: Path) -> None:
     async with coordinator(tmp_path, has_certificates=True) as running:
         board = running._doors.board
-        link = board.link(admin_of(tmp_path).caller)
+        link = board.link(admin_of(tmp_path).caller).link
         cookie = (await asked(running, f"/login?link={link}"))[1]["Set-Cookie"].partition(";")[0]
         stream = asyncio.create_task(asked(running, "/api/live", Cookie=cookie))
         await eventually(lambda: board._num_listening == 1)

@@ -1,13 +1,16 @@
 """The authority of a cluster: its key says who everybody is. It lives where the coordinator's state does."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from skein.errors import UserError
 from skein.wire.identity.names import Caller
@@ -92,21 +95,44 @@ class Authority:
         Raises:
             UserError: the request is none, or not signed by the key that it names.
         """
-        names = [x509.UniformResourceIdentifier(caller.uri), x509.DNSName(caller.host)]
+        return self._sign(
+            requested_key(request),
+            (x509.UniformResourceIdentifier(caller.uri), x509.DNSName(caller.host)),
+            now_s=now_s,
+            life_s=life_s,
+        )
+
+    def certify_site(
+        self, key: ec.EllipticCurvePublicKey, hosts: Iterable[str], *, now_s: float
+    ) -> tuple[str, float]:
+        """A certificate in PEM by which browsers know these names and addresses, and its seconds; nobody's identity."""
+        names, uses = [_name_of(host) for host in sorted(set(hosts))], [ExtendedKeyUsageOID.SERVER_AUTH]
+        return self._sign(key, names, now_s=now_s, life_s=LIFE_S, uses=uses), LIFE_S
+
+    def _sign(
+        self,
+        key: ec.EllipticCurvePublicKey,
+        names: Sequence[x509.GeneralName],
+        *,
+        now_s: float,
+        life_s: float,
+        uses: Sequence[x509.ObjectIdentifier] = (),
+    ) -> str:
         begins = _time(now_s)
-        certificate = (
+        builder = (
             x509.CertificateBuilder()
             .subject_name(x509.Name([]))
             .issuer_name(self.certificate.subject)
-            .public_key(requested_key(request))
+            .public_key(key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(begins - _EARLIER)
             .not_valid_after(begins + timedelta(seconds=life_s))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(names), critical=True)
-            .sign(self.key, hashes.SHA256())
         )
-        return pem_of(certificate)
+        if uses:
+            builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+        return pem_of(builder.sign(self.key, hashes.SHA256()))
 
     def caller_of(self, certificate: str) -> tuple[Caller, ec.EllipticCurvePublicKey]:
         """The caller that a certificate of this authority names, ended or not, and the key.
@@ -165,6 +191,13 @@ def key_name(key: ec.EllipticCurvePublicKey) -> str:
         key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     )
     return digest.finalize().hex()
+
+
+def _name_of(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def _time(wall_s: float) -> datetime:

@@ -516,22 +516,26 @@ class PageLink(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     LINK_FIELD_NUMBER: _builtins.int
     LINK_S_FIELD_NUMBER: _builtins.int
+    IS_ENCRYPTED_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """host:port where the page is served."""
     link: _builtins.str
     """Good once; empty: nobody needs one."""
     link_s: _builtins.float
     """For so long."""
+    is_encrypted: _builtins.bool
+    """HTTPS, with a certificate of the cluster's authority."""
     def __init__(
         self,
         *,
         address: _builtins.str = ...,
         link: _builtins.str = ...,
         link_s: _builtins.float = ...,
+        is_encrypted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "link", b"link", "link_s", b"link_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "is_encrypted", b"is_encrypted", "link", b"link", "link_s", b"link_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -46,19 +47,32 @@ def test_a_name_cannot_speak_to_the_terminal(coordinator: Scripted, capsys: Capt
     assert "[red]?[2J?" in told
 
 
+def test_there_is_no_authority_to_trust_where_nobody_is_asked(
+    coordinator: Scripted, tmp_path: Path, capsys: Captured
+) -> None:
+    assert run(["page", "--authority", str(tmp_path / "a.pem")]) == 2
+    assert "there is none to write: this coordinator asks for no certificates" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
-    ("address", "link", "url"),
+    ("shown", "url", "said"),
     [
-        ("127.0.0.1:7412", "", "http://127.0.0.1:7412/"),
-        ("0.0.0.0:7412", "once", "http://127.0.0.1:7412/login?link=once"),
-        ("[::1]:7412", "once", "http://[::1]:7412/login?link=once"),
+        (PageLink(address="127.0.0.1:7412", link="", link_s=300.0), "http://127.0.0.1:7412/", ""),
+        (PageLink(address="[::1]:7412", link="x", link_s=300.0), "http://[::1]:7412/login?link=x", ""),
+        (
+            PageLink(address="0.0.0.0:7412", link="x", link_s=300.0, is_encrypted=True),
+            "https://127.0.0.1:7412/login?link=x",
+            "a browser warns until it trusts this cluster's authority: skein page --authority FILE writes the one to "
+            "import there\n",
+        ),
     ],
 )
 def test_a_link_leads_to_where_the_coordinator_is_reached(
-    address: str, link: str, url: str, coordinator: Scripted, capsys: Captured
+    shown: PageLink, url: str, said: str, coordinator: Scripted, capsys: Captured
 ) -> None:
-    coordinator.script.page = PageLink(address=address, link=link, link_s=300.0)
+    coordinator.script.page = shown
     assert run(["page"]) == 0
-    assert capsys.readouterr().out == f"{url}\n"
+    assert capsys.readouterr() == (f"{url}\n", said)
     assert run(["page", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"url": url}
