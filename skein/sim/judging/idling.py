@@ -7,7 +7,7 @@ from skein.protocol.coordinator.scheduling.scheduler import num_least
 from skein.sim.judging.invariants import Violated
 from skein.sim.world import World
 from skein.topology.fleet import Fleet
-from skein.types import JobId, WorkerId
+from skein.types import JobId, JobState, WorkerId
 
 MOST_IDLE_S = 10.0
 """Seconds that workers may be idle, all of them here, while a job that fits on them waits."""
@@ -49,10 +49,14 @@ class Idling:
 
 
 def _idle(coordinator: Coordinator) -> frozenset[WorkerId]:
-    """Workers that are in no plan, nor with a run that has none yet."""
+    """Workers that are in no plan, nor with a run that has none yet, or is about to have another.
+
+    Such a run may hold its plan back for who was lost: what it has meanwhile is its gang.
+    """
     live = {worker for worker, entry in coordinator.membership.live.items() if not entry.is_leaving}
     for run in coordinator.view.runs.values():
-        live -= set(run.crew) if run.plan is None else set(run.plan.workers)
+        used = None if run.state is JobState.PLANNING else run.plan
+        live -= set(run.crew if used is None else used.workers)
     return frozenset(live)
 
 
