@@ -188,9 +188,12 @@ class ParallelSpec(Spec):
 
     def may_have(self, num_stages: int) -> bool:
         """Whether a plan may have so many stages, without the head of `LOOP`."""
-        if self.chunks == "auto":
-            return num_stages - self.num_shards in [self.stages * chunks for chunks in AUTO_CHUNKS]
-        return num_stages == self.num_stages
+        every_chunks = AUTO_CHUNKS if self.chunks == "auto" else (self.chunks,)
+        is_open = self.vocabulary.split is VocabularySplit.AUTO
+        every_shards = range(0, 2 * self.stages + 1, self.stages) if is_open else (self.num_shards,)
+        return num_stages in [
+            self.stages * chunks + shards for chunks in every_chunks for shards in every_shards
+        ]
 
     @property
     def is_cut(self) -> bool:
@@ -369,23 +372,27 @@ class JobSpec(Spec):
             raise UserError("parallel.chunks", chunks, hint)
 
     def _check_vocabulary(self) -> None:
-        split = self.parallel.vocabulary.split
-        object.__setattr__(self, "model", self.model.with_rows(split))
-        if split is VocabularySplit.OFF:
-            return
-        hint = None
-        if not self.model.has_vocabulary:
-            hint = f"models of family {self.model.family} have no vocabulary: give off"
-        elif self.parallel.layout.comes_back:
-            hint = "in layout loop labels stay where samples are read, and every shard needs them: give off, or line"
-        elif self.skip.ratio or self.skip.max_swaps:
-            hint = "shards of the vocabulary cannot be left out or change places: give off, or no skip"
-        elif self.aggregation.walkers.are_lines:
-            hint = f"with {self.aggregation.rule} a walker holds each stage once, on workers of its own: give off"
-        elif isinstance(self.optimizer, LambSpec):
-            hint = f"{self.optimizer.name} goes by the norm of whole tensors, which nobody holds: give off"
-        if hint is not None:
+        split, hint = self.parallel.vocabulary.split, self._why_whole()
+        rows = VocabularySplit.BOTH if split is VocabularySplit.AUTO else split
+        if split is VocabularySplit.AUTO and hint is not None:
+            rows = VocabularySplit.OFF
+        object.__setattr__(self, "model", self.model.with_rows(rows))
+        if rows is not VocabularySplit.OFF and hint is not None:
             raise UserError("parallel.vocabulary.split", split.value, hint)
+
+    def _why_whole(self) -> str | None:
+        """Reason why the vocabulary cannot be cut, and the cure; None if it can."""
+        if not self.model.has_vocabulary:
+            return f"models of family {self.model.family} have no vocabulary: give off"
+        if self.parallel.layout.comes_back:
+            return "in layout loop labels stay where samples are read, and every shard needs them: give off, or line"
+        if self.skip.ratio or self.skip.max_swaps:
+            return "shards of the vocabulary cannot be left out or change places: give off, or no skip"
+        if self.aggregation.walkers.are_lines:
+            return f"with {self.aggregation.rule} a walker holds each stage once, on workers of its own: give off"
+        if isinstance(self.optimizer, LambSpec):
+            return f"{self.optimizer.name} goes by the norm of whole tensors, which nobody holds: give off"
+        return None
 
     def _check_skip_ratio(self) -> None:
         stages, num_fixed, ratio = self.parallel.num_stages, self.num_fixed_stages, self.skip.ratio

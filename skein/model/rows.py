@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from skein.spec import Spec
 
@@ -21,11 +21,15 @@ _NAME = re.compile(r"(?P<whole>.+)\[(?P<start>\d{1,10}):(?P<stop>\d{1,10})\]", r
 
 
 class VocabularySplit(StrEnum):
-    """Matrices over the vocabulary that are cut into rows: none, the output's, or the input's as well."""
+    """Matrices over the vocabulary that are cut into rows: none, the output's, or the input's as well.
+
+    `AUTO`: what a planner chooses of these.
+    """
 
     OFF = "off"
     OUTPUT = "output"
     BOTH = "both"
+    AUTO = "auto"
 
 
 class VocabularySpec(Spec):
@@ -35,12 +39,21 @@ class VocabularySpec(Spec):
     """`output`: the matrix that scores every token, and the loss with it; `both`: that which embeds them as well.
 
     Try it where the vocabulary is large: without, the ends of the pipeline have more to do, and to hold, than others.
+    `auto`: whatever a first plan is shortest with, where cutting shortens it by a twentieth or nothing else fits.
     """
 
     @property
     def num_ends(self) -> int:
-        """Ends of the pipeline that are cut into shards."""
-        return [*VocabularySplit].index(self.split)
+        """Ends of the pipeline that are cut into shards, for all that is settled."""
+        match self.split:
+            case VocabularySplit.OFF | VocabularySplit.AUTO:
+                return 0
+            case VocabularySplit.OUTPUT:
+                return 1
+            case VocabularySplit.BOTH:
+                return 2
+            case _:
+                assert_never(self.split)
 
 
 class BlockName(NamedTuple):

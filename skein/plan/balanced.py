@@ -21,7 +21,7 @@ from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
 from skein.plan.changing.clauses import About, Clause, Clauses
-from skein.plan.changing.leeway import is_settled, settled, settlings
+from skein.plan.changing.leeway import is_settled, settled, settlings, weighed_s
 from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import too_few, violations
 from skein.plan.clock.listed import timed_schedules
@@ -76,8 +76,9 @@ def make_balanced_plan(
     if not fleet.workers:
         return Infeasible(reason="no worker is alive")
     if not is_settled(job):
-        plans = [make_balanced_plan(x, fleet, previous, seed) for x in settlings(job, previous)]
-        return min(plans, key=lambda x: x.predicted_step_s if isinstance(x, Plan) else math.inf)
+        plans = [(x, make_balanced_plan(x, fleet, previous, seed)) for x in settlings(job, previous)]
+        _, best = min(plans, key=lambda x: weighed_s(x[0], x[1]) if isinstance(x[1], Plan) else math.inf)
+        return best
     most, jump = job.skip.max_jump, _widest_jump(job)
     if most is not None and jump > most:
         return Infeasible(

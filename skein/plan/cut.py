@@ -59,7 +59,7 @@ def cut_job(job: JobSpec) -> tuple[StageSpec, ...]:
     parallel = job.parallel
     num_layers = most_stages(job) + parallel.layout.num_head_stages
     check_num_stages(num_layers, parallel.num_stages - parallel.num_shards, parallel.layout)
-    times = _times(job.layers, parallel.layout, [1.0] * parallel.num_stages)
+    times = _times(job.layers, parallel.layout, [1.0] * parallel.num_stages, _within_ends(job))
     return _specs(_stops_by_end(job, times), parallel.layout)
 
 
@@ -71,7 +71,9 @@ def cut_within(
     [sizes_bytes] = _sizes_bytes(job, 1)
     times = [
         np.where(sizes_bytes <= room_bytes, part_s, np.inf)
-        for part_s, room_bytes in zip(_times(job.layers, layout, speeds), rooms_bytes, strict=True)
+        for part_s, room_bytes in zip(
+            _times(job.layers, layout, speeds, _within_ends(job)), rooms_bytes, strict=True
+        )
     ]
     stops = _stops_by_end(job, times)
     ends = pairwise((0, *stops))
@@ -83,14 +85,28 @@ def cut_within(
 def most_stages(job: JobSpec) -> int:
     """Stages that there are layers for, without shards of the vocabulary and the head of `LOOP`."""
     inputs, outputs = _ends(job)
-    return len(job.layers) - inputs - outputs - job.parallel.layout.num_head_stages
+    num_merged = len(_within_ends(job))
+    return len(job.layers) - inputs - outputs - num_merged - job.parallel.layout.num_head_stages
+
+
+def most_shards(job: JobSpec) -> int:
+    """Shards that there are blocks of the vocabulary's rows for; 0 where it is not in blocks."""
+    # The final norm goes with the layers between.
+    return len(job.layers) - job.model.inner_layers.stop - 1
 
 
 def _ends(job: JobSpec) -> tuple[int, int]:
     """Layers of the list that are blocks of the input's rows, and of the output's."""
+    num_inputs, _, num_outputs = job.parallel.shares
+    return job.model.inner_layers.start * (num_inputs > 0), most_shards(job) * (num_outputs > 0)
+
+
+def _within_ends(job: JobSpec) -> list[int]:
+    """Layers of blocks of rows that go with the layer before, for that end is not cut into shards."""
     inner, (num_inputs, _, num_outputs) = job.model.inner_layers, job.parallel.shares
-    # The final norm goes with the layers between.
-    return inner.start * (num_inputs > 0), (len(job.layers) - inner.stop - 1) * (num_outputs > 0)
+    inputs = () if num_inputs else range(1, inner.start)
+    outputs = () if num_outputs else range(inner.stop + 1, len(job.layers))
+    return [*inputs, *outputs]
 
 
 def _stops_by_end(job: JobSpec, times: Sequence[F64]) -> tuple[int, ...]:
@@ -172,10 +188,8 @@ def check_job(job: JobSpec) -> None:
     most = most_stages(job)
     check_num_stages(most + parallel.layout.num_head_stages, parallel.stages, parallel.layout)
     most //= parallel.stages
-    if parallel.num_shards and parallel.stages > _ends(job)[1]:
-        hint = (
-            f"the vocabulary is cut into {_ends(job)[1]} shards at most: give off, or fewer parallel.stages"
-        )
+    if parallel.num_shards and parallel.stages > (num_blocks := most_shards(job)):
+        hint = f"the vocabulary is cut into {num_blocks} shards at most: give off, or fewer parallel.stages"
         raise UserError("parallel.vocabulary.split", parallel.vocabulary.split.value, hint)
     if parallel.chunks != "auto" and parallel.chunks > most:
         num_stages = parallel.num_stages - parallel.num_shards
@@ -195,11 +209,18 @@ def _specs(stops: Sequence[int], layout: Layout) -> tuple[StageSpec, ...]:
     )
 
 
-def _times(layers: Sequence[LayerSpec], layout: Layout, speeds: Sequence[float]) -> list[F64]:
-    """For each speed the times of all runs of layers, over that of the whole model at the greatest speed."""
+def _times(
+    layers: Sequence[LayerSpec], layout: Layout, speeds: Sequence[float], merged: Sequence[int] = ()
+) -> list[F64]:
+    """For each speed the times of all runs of layers, over that of the whole model at the greatest speed.
+
+    No run begins with one of `merged`, which go with the layer before.
+    """
     sums = np.cumsum([0.0, *(x.forward_flops + x.backward_flops for x in layers)])
     spans = sums[None, :] - sums[:, None]
     spans[np.tril_indices(len(sums))] = np.inf
+    spans[list(merged), :] = np.inf
+    spans[:, list(merged)] = np.inf
     spans = spans / max(float(sums[-1]), 1.0)
     shares = _with_head(spans, spans, layout)
     return [shares / (speed / max(speeds)) for speed in speeds]
@@ -342,7 +363,7 @@ def _programme(job: JobSpec, pool: Pool, most_held: int) -> _Programme | None:
     if most < 1:
         return None
     kinds = _kinds(pool, num_stages, most)
-    times = _times(job.layers, layout, [kind.speed for kind in kinds])
+    times = _times(job.layers, layout, [kind.speed for kind in kinds], _within_ends(job))
     return _Programme(kinds=kinds, num_stages=num_stages, times=times, sizes_bytes=sizes_bytes)
 
 

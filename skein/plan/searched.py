@@ -15,7 +15,7 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.plan.balanced import and_more, make_balanced_plan, pool_of
 from skein.plan.changing.clauses import Clause, Clauses
-from skein.plan.changing.leeway import settled, settlings
+from skein.plan.changing.leeway import settled, settlings, weighed_s
 from skein.plan.changing.moving import Held
 from skein.plan.changing.recut import recut, widths
 from skein.plan.changing.silent import slower_s, with_silent, working
@@ -98,13 +98,17 @@ def make_searched_plan(
     if len(hunts) == 1:
         [(hunt, plan)] = hunts
         return hunt.found(plan, previous)
-    ranked = sorted(((x, x.improved(plan, 0.0)) for x, plan in hunts), key=lambda x: x[1].predicted_step_s)
-    least_s = ranked[0][1].predicted_step_s
-    close = [x for x in ranked[:_NUM_CLOSE] if x[1].predicted_step_s <= _CLOSE * least_s]
+    ranked = sorted(((x, x.improved(plan, 0.0)) for x, plan in hunts), key=_weighed_s)
+    close = [x for x in ranked[:_NUM_CLOSE] if _weighed_s(x) <= _CLOSE * _weighed_s(ranked[0])]
     found = [(x, x.sharing(len(close)).found(plan, previous)) for x, plan in close]
-    best, plan = min(found, key=lambda x: x[1].predicted_step_s)
+    best, plan = min(found, key=_weighed_s)
     others = [x for x in ranked if x[0] is not best]
     return replace(plan, reason=plan.reason.then(_settled_so(best, others)))
+
+
+def _weighed_s(way: "tuple[_Hunt, Plan]") -> float:
+    hunt, plan = way
+    return weighed_s(hunt.job, plan)
 
 
 def _settled_so(hunt: "_Hunt", others: "list[tuple[_Hunt, Plan]]") -> Clause:
@@ -127,8 +131,10 @@ class _Hunt:
     @property
     def manner(self) -> str:
         """Manner in which the job's model is cut and its gradients are made, in words."""
-        chunks = self.job.parallel.num_stages // self.job.parallel.stages
-        return f"{counted(chunks, 'chunk')} and {self.job.plan.backward} backwards"
+        parallel = self.job.parallel
+        chunks = (parallel.num_stages - parallel.num_shards) // parallel.stages
+        shards = f", vocabulary {parallel.vocabulary.split} in shards" if parallel.num_shards else ""
+        return f"{counted(chunks, 'chunk')}{shards} and {self.job.plan.backward} backwards"
 
     def sharing(self, count: int) -> "_Hunt":
         """The same with its part of a budget that so many share."""

@@ -184,7 +184,9 @@ def test_chunks_and_split_backwards_train_like_one_torch_process(
 SHARDS = [
     (stages, chunks, backward, split)
     for split, (stages, chunks), backward in product(
-        (VocabularySplit.OUTPUT, VocabularySplit.BOTH), ((2, 1), (2, 2), (4, 2)), BACKWARDS
+        (VocabularySplit.OUTPUT, VocabularySplit.BOTH, VocabularySplit.AUTO),
+        ((2, 1), (2, 2), (4, 2)),
+        BACKWARDS,
     )
 ]
 
@@ -198,7 +200,7 @@ def test_shards_of_the_vocabulary_train_like_one_torch_process_without(
     data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
     model = llama(is_tied=is_tied, num_layers=7)
     reference: list[ReferenceStep] = []
-    for stages, chunks, backward, split in part(SHARDS, every=12, start=5 + 3 * is_tied):
+    for stages, chunks, backward, split in part(SHARDS, every=18, start=5 + 12 * is_tied):
         name = f"{split.value}-{backward}-{stages}x{chunks}"
         plain = make_job(name, model, data, ParallelSpec(), precision)
         reference = reference or run_reference(plain, NUM_STEPS)

@@ -7,9 +7,11 @@ from skein.errors import UserError
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.reduced import reduced_by_group
 from skein.model.rows import VocabularySpec, VocabularySplit, parse_block
+from skein.plan.changing.leeway import settled, settlings
 from skein.plan.changing.recut import recut
 from skein.plan.check import violations
 from skein.plan.cut import check_job, cut_job
+from skein.plan.load import stage_loads
 from skein.plan.plan import Plan
 from skein.plan.searched import make_searched_plan
 from skein.types import StageSpec, Tied
@@ -91,6 +93,58 @@ def test_a_slow_worker_has_fewer_rows() -> None:
         for worker in uneven.holders(stage.index)
     }
     assert num_rows.pop("w3") < min(num_rows.values())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("rows", [64, 60_000])
+def test_a_planner_that_may_choose_cuts_the_vocabulary_where_that_pays(rows: int, *, is_tied: bool) -> None:
+    spec, on = sharded(VocabularySplit.AUTO, rows=rows, is_tied=is_tied), fleet([1e9] * 4)
+    plan = planned(spec, on)
+    assert list(violations(plan, spec, on)) == []
+    ways = settlings(spec, None)
+    made = {x.parallel.vocabulary.split: planned(x, on) for x in ways}
+    assert [*made] == [VocabularySplit.OFF, *SPLITS]
+    for split, one in made.items():
+        assert settled(spec, one).parallel.vocabulary.split is split
+        held = [row for stage in one.stages for x in rows_of(spec, stage) for row in x]
+        assert sorted(held) == sorted([*range(rows)] * 2)
+        assert list(violations(one, spec, on)) == []
+        groups = reduced_by_group(spec.model, one.stages)
+        num_tied = sum(x.num_parameters for group, x in groups.items() if isinstance(group, Tied))
+        assert num_tied == is_tied * rows * 64
+    whole_s = made[VocabularySplit.OFF].predicted_step_s
+    cut_s = min(made[split].predicted_step_s for split in SPLITS)
+    assert plan.predicted_step_s == (cut_s if cut_s < 0.95 * whole_s else whole_s)
+    assert (plan.predicted_step_s == cut_s) is (rows == 60_000)
+    # What was chosen stays as long as its stages are held.
+    assert [x.parallel.vocabulary.split for x in settlings(spec, plan)] == [
+        settled(spec, plan).parallel.vocabulary.split
+    ]
+
+
+def test_where_whole_ends_fit_nowhere_they_are_cut() -> None:
+    spec = sharded(VocabularySplit.AUTO, rows=60_000)
+    sizes = {x.parallel.vocabulary.split: planned(x, fleet([1e9] * 4)) for x in settlings(spec, None)}
+    fullest = {
+        split: max(load.memory_bytes(1) for load in stage_loads(spec, plan.stages))
+        for split, plan in sizes.items()
+    }
+    room_bytes = fullest[VocabularySplit.OFF] // 2
+    plan = planned(spec, fleet([1e9] * 4, memory_bytes=room_bytes))
+    assert settled(spec, plan).parallel.vocabulary.split is VocabularySplit.BOTH
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"parallel": {"layout": "loop"}}, {"skip": {"ratio": 0.25}}, {"optimizer": {"name": "lamb"}}],
+    ids=["loop", "skip", "lamb"],
+)
+def test_where_shards_cannot_be_a_planner_chooses_none(changes: dict[str, dict[str, object]]) -> None:
+    spec = sharded(VocabularySplit.AUTO, rows=60_000)
+    given = spec.model_dump(mode="json")
+    other = JobSpec.model_validate(given | {field: given[field] | value for field, value in changes.items()})
+    assert [x.parallel.vocabulary.split for x in settlings(other, None)] == [VocabularySplit.OFF]
+    assert other.model.vocabulary_split is VocabularySplit.OFF
 
 
 def test_more_shards_than_blocks_are_refused() -> None:

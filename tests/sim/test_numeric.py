@@ -24,7 +24,7 @@ SHAPES = (
     "line 1x3",
     "line 4x1",
     "line 2x3 ring",
-    "line 2x3 tree",
+    "line 2x2 tied rows auto",
     "line 2x2 chunks 2",
     "loop 2x2 tied chunks 2",
 )

@@ -1,19 +1,29 @@
 """Leeway of a planner: what a job leaves to it, settled one way or another.
 
 Rules of this file
-- A settled job leaves nothing open: it says how many chunks each worker has, and whether backwards are split.
+- A settled job leaves nothing open: it says how many chunks each worker has, which matrices over the vocabulary are in
+  shards, and whether backwards are split.
+- The model of a job that leaves its vocabulary open is in blocks of rows, whatever is settled: an end that is not cut
+  has all of its blocks in one stage. So workers read the plan's stages, and need not know what was open.
 - What a plan has settled stays so as long as its stages are held, for another cut would move all of them.
 """
 
 from collections.abc import Iterator
 
 from skein.config.job import AUTO_CHUNKS, JobSpec
-from skein.plan.cut import most_stages
+from skein.model.rows import VocabularySpec, VocabularySplit
+from skein.plan.cut import most_shards, most_stages
 from skein.plan.plan import Plan
+
+_SPLITS = (VocabularySplit.OFF, VocabularySplit.OUTPUT, VocabularySplit.BOTH)
+_WORTHWHILE = 0.95
+"""Share of a step without shards that one with them may take, to be worth having them."""
 
 
 def settled(job: JobSpec, plan: Plan) -> JobSpec:
     """The job with what it leaves open as `plan` has it; as it is where the plan does not tell."""
+    if job.parallel.vocabulary.split is VocabularySplit.AUTO:
+        job = _with_shards(job, _split_of(job, plan))
     num_body = len(plan.stages) - plan.layout.num_head_stages - job.parallel.num_shards
     chunks, rest = divmod(num_body, job.parallel.stages)
     if job.parallel.chunks == "auto" and not rest and chunks in AUTO_CHUNKS:
@@ -31,12 +41,18 @@ def settlings(job: JobSpec, previous: Plan | None) -> tuple[JobSpec, ...]:
         previous: the plan so far, if any.
     """
     job = job if previous is None else settled(job, previous)
-    return tuple(split for cut in _cuts(job) for split in _backwards(cut))
+    return tuple(way for cut in _cuts(job) for rows in _vocabularies(cut) for way in _backwards(rows))
 
 
 def is_settled(job: JobSpec) -> bool:
     """Whether a job leaves nothing open."""
-    return job.parallel.chunks != "auto" and job.plan.backward != "auto"
+    is_cut = job.parallel.vocabulary.split is not VocabularySplit.AUTO
+    return is_cut and job.parallel.chunks != "auto" and job.plan.backward != "auto"
+
+
+def weighed_s(job: JobSpec, plan: Plan) -> float:
+    """Predicted seconds of a step, by which ways to settle a job are compared: shards have to gain a twentieth."""
+    return plan.predicted_step_s / (_WORTHWHILE if job.parallel.num_shards else 1.0)
 
 
 def _cuts(job: JobSpec) -> Iterator[JobSpec]:
@@ -50,6 +66,25 @@ def _cuts(job: JobSpec) -> Iterator[JobSpec]:
             yield _with_chunks(job, chunks)
 
 
+def _vocabularies(job: JobSpec) -> Iterator[JobSpec]:
+    if job.parallel.vocabulary.split is not VocabularySplit.AUTO:
+        yield job
+        return
+    may_cut = job.parallel.stages <= most_shards(job)
+    for split in _SPLITS if may_cut else _SPLITS[:1]:
+        yield _with_shards(job, split)
+
+
+def _split_of(job: JobSpec, plan: Plan) -> VocabularySplit:
+    """Matrices of which `plan` has a shard for each of a pipeline's workers, as a stage of its own."""
+    inner, wanted = job.model.inner_layers, job.parallel.stages
+    num_inputs = sum(stage.stop <= inner.start for stage in plan.stages)
+    num_outputs = sum(stage.first > inner.stop for stage in plan.stages)
+    if job.model.vocabulary_split is VocabularySplit.OFF or num_outputs != wanted:
+        return VocabularySplit.OFF
+    return VocabularySplit.BOTH if num_inputs == wanted else VocabularySplit.OUTPUT
+
+
 def _backwards(job: JobSpec) -> Iterator[JobSpec]:
     if job.plan.backward != "auto":
         yield job
@@ -61,6 +96,12 @@ def _backwards(job: JobSpec) -> Iterator[JobSpec]:
 
 def _with_chunks(job: JobSpec, chunks: int) -> JobSpec:
     return job.model_copy(update={"parallel": job.parallel.model_copy(update={"chunks": chunks})})
+
+
+def _with_shards(job: JobSpec, split: VocabularySplit) -> JobSpec:
+    # The model keeps the blocks that it has.
+    parallel = job.parallel.model_copy(update={"vocabulary": VocabularySpec(split=split)})
+    return job.model_copy(update={"parallel": parallel})
 
 
 def _with_backward(job: JobSpec, *, is_split: bool) -> JobSpec:

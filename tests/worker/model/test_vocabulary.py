@@ -82,9 +82,10 @@ def _halves(first: int, stop: int) -> list[range]:
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("is_put_aside", [False, True], ids=["whole backward", "split backward"])
+@pytest.mark.parametrize("has_whole_ends", [False, True], ids=["shards", "whole ends"])
 @pytest.mark.parametrize("name", ["tied", "untied", "qwen2"])
 def test_a_model_cut_through_its_vocabulary_is_the_model(
-    name: str, split: VocabularySplit, *, is_put_aside: bool
+    name: str, split: VocabularySplit, *, has_whole_ends: bool, is_put_aside: bool
 ) -> None:
     model, generator = MODELS[name], torch.Generator().manual_seed(1)
     assert model.vocab_size is not None
@@ -95,7 +96,10 @@ def test_a_model_cut_through_its_vocabulary_is_the_model(
     torch.autograd.backward(wanted)
 
     cut = model.with_rows(split)
-    stages = [part(cut, at, at + 1) for at in range(len(cut.layer_parameters()))]
+    every, inner = range(len(cut.layer_parameters()) + 1), cut.inner_layers
+    # Each layer by itself; or ends that are in blocks and whole, as where a planner cut none.
+    stops = [0, inner.start + 1, every[-1]] if has_whole_ends else every
+    stages = [part(cut, first, stop) for first, stop in pairwise(stops)]
     total, num_valid = _trained(stages, tokens, labels, is_put_aside=is_put_aside)
 
     assert_near(total, wanted.detach(), tolerance=1e-10, what="loss")
