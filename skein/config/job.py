@@ -372,27 +372,23 @@ class JobSpec(Spec):
             raise UserError("parallel.chunks", chunks, hint)
 
     def _check_vocabulary(self) -> None:
-        split, hint = self.parallel.vocabulary.split, self._why_whole()
-        rows = VocabularySplit.BOTH if split is VocabularySplit.AUTO else split
-        if split is VocabularySplit.AUTO and hint is not None:
-            rows = VocabularySplit.OFF
-        object.__setattr__(self, "model", self.model.with_rows(rows))
-        if rows is not VocabularySplit.OFF and hint is not None:
-            raise UserError("parallel.vocabulary.split", split.value, hint)
-
-    def _why_whole(self) -> str | None:
-        """Reason why the vocabulary cannot be cut, and the cure; None if it can."""
+        split, hint = self.parallel.vocabulary.split, None
         if not self.model.has_vocabulary:
-            return f"models of family {self.model.family} have no vocabulary: give off"
-        if self.parallel.layout.comes_back:
-            return "in layout loop labels stay where samples are read, and every shard needs them: give off, or line"
-        if self.skip.ratio or self.skip.max_swaps:
-            return "shards of the vocabulary cannot be left out or change places: give off, or no skip"
-        if self.aggregation.walkers.are_lines:
-            return f"with {self.aggregation.rule} a walker holds each stage once, on workers of its own: give off"
-        if isinstance(self.optimizer, LambSpec):
-            return f"{self.optimizer.name} goes by the norm of whole tensors, which nobody holds: give off"
-        return None
+            hint = f"models of family {self.model.family} have no vocabulary: give off"
+        elif self.parallel.layout.comes_back:
+            hint = "in layout loop labels stay where samples are read, and every shard needs them: give off, or line"
+        elif self.skip.ratio or self.skip.max_swaps:
+            hint = "shards of the vocabulary cannot be left out or change places: give off, or no skip"
+        elif self.aggregation.walkers.are_lines:
+            hint = f"with {self.aggregation.rule} a walker holds each stage once, on workers of its own: give off"
+        elif isinstance(self.optimizer, LambSpec):
+            hint = f"{self.optimizer.name} goes by the norm of whole tensors, which nobody holds: give off"
+        if split is VocabularySplit.AUTO:
+            # A planner cuts what can be cut, and chooses among the blocks of both ends.
+            split = VocabularySplit.BOTH if hint is None else VocabularySplit.OFF
+        object.__setattr__(self, "model", self.model.with_rows(split))
+        if hint is not None and split is not VocabularySplit.OFF:
+            raise UserError("parallel.vocabulary.split", split.value, hint)
 
     def _check_skip_ratio(self) -> None:
         stages, num_fixed, ratio = self.parallel.num_stages, self.num_fixed_stages, self.skip.ratio
