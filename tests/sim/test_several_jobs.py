@@ -55,6 +55,17 @@ def test_a_job_that_waits_for_who_was_lost_lets_others_go_meanwhile() -> None:
     judge(shape, disturbed(shape, seed=92001425, num_faults=8))
 
 
+def test_losses_one_after_the_other_do_not_keep_workers_from_who_waits() -> None:
+    # The second is noticed some hundredths of a second after things have settled from the start of a coordinator.
+    shape = shape_of("line 3x2 tied on 8 + line 2x2 + loop 2x1")
+    judge(shape, disturbed(shape, seed=98009997, num_faults=8))
+
+
+def test_a_gang_that_waits_with_its_run_for_who_was_lost_is_not_idle() -> None:
+    shape = shape_of("line 3x2 tied on 8 + line 2x2 + loop 2x1")
+    judge(shape, disturbed(shape, seed=92009765, num_faults=8))
+
+
 def _kill_one_of(world: World, job: JobId) -> None:
     assert world.coordinator is not None
     plan = world.coordinator.view.runs[job].plan

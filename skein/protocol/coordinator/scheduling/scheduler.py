@@ -140,6 +140,9 @@ class Scheduler:
             return
         while self._is_changed or now >= self._looks_at:
             self._is_changed, self._looks_at = False, now + LOOK_S
+            if now < self._settles_at:
+                # The next loss may have things settle anew: until then those who wait get what is theirs.
+                self._looks_at = min(self._looks_at, self._settles_at)
             self._note_small(now=now)
             shares = share(self._asks(now=now), self._stands())
             self._without_since = {
