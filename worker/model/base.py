@@ -15,6 +15,7 @@ from skein.model.parameters import parameter_shapes
 from skein.model.rows import parse_block, whole_shapes
 from skein.rng import key
 from skein.types import Precision, StageSpec
+from worker.model.ops import biased, linear
 from worker.model.pending import Pending, Tray
 
 IGNORED_LABEL = -100
@@ -187,6 +188,22 @@ class Stage(nn.Module, ABC):
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """A parameter on the current default device, to be filled by `Stage.initialise` or from a file."""
     return nn.Parameter(torch.empty(shape, dtype=dtype))
+
+
+class Linear(nn.Module):
+    """A matrix, and in some families a bias, in the dtype of its input."""
+
+    def __init__(
+        self, num_inputs: int, num_outputs: int, dtype: torch.dtype, tray: Tray, *, has_bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.tray = tray
+        self.weight = empty_parameter(num_outputs, num_inputs, dtype=dtype)
+        self.bias = empty_parameter(num_outputs, dtype=dtype) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear(x, self.weight, self.tray)
+        return y if self.bias is None else biased(y, self.bias, self.tray)
 
 
 _Part = tuple[int, Tensor]

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.shape import DecoderShape
 from skein.types import Precision, StageSpec
-from worker.model.base import Stage, empty_parameter, parameter_dtype, product_dtype
+from worker.model.base import Linear, Stage, empty_parameter, parameter_dtype, product_dtype
 from worker.model.ops import (
     attend,
-    biased,
     embedding,
     linear,
     rms_norm,
@@ -22,22 +21,6 @@ from worker.model.ops import (
     takes_groups,
 )
 from worker.model.pending import Tray
-
-
-class Linear(nn.Module):
-    """A matrix, and in some families a bias."""
-
-    def __init__(
-        self, num_inputs: int, num_outputs: int, dtype: torch.dtype, tray: Tray, *, has_bias: bool = False
-    ) -> None:
-        super().__init__()
-        self.tray = tray
-        self.weight = empty_parameter(num_outputs, num_inputs, dtype=dtype)
-        self.bias = empty_parameter(num_outputs, dtype=dtype) if has_bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight, self.tray)
-        return y if self.bias is None else biased(y, self.bias, self.tray)
 
 
 class Norm(nn.Module):

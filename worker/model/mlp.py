@@ -12,28 +12,13 @@ from torch.nn import functional
 
 from skein.model.families.mlp import Activation, MlpModel
 from skein.types import Precision, StageSpec
-from worker.model.base import Stage, empty_parameter, parameter_dtype, product_dtype
-from worker.model.ops import biased, linear
-from worker.model.pending import Tray
+from worker.model.base import Linear, Stage, parameter_dtype, product_dtype
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
     "tanh": torch.tanh,
     "gelu": functional.gelu,
 }
-
-
-class _Linear(nn.Module):
-    """A linear map with bias, in the dtype of its input."""
-
-    def __init__(self, num_inputs: int, num_outputs: int, dtype: torch.dtype, tray: Tray) -> None:
-        super().__init__()
-        self.weight = empty_parameter(num_outputs, num_inputs, dtype=dtype)
-        self.bias = empty_parameter(num_outputs, dtype=dtype)
-        self.tray = tray
-
-    def forward(self, x_BF: Tensor) -> Tensor:
-        return biased(linear(x_BF, self.weight, self.tray), self.bias, self.tray)
 
 
 class MlpStage(Stage):
@@ -46,7 +31,7 @@ class MlpStage(Stage):
         self.product = product_dtype(precision)
         self.activation = model.activation
         held = {
-            i: _Linear(*products[i], self.dtype, self.tray)
+            i: Linear(*products[i], self.dtype, self.tray, has_bias=True)
             for i in range(len(products))[stage.first : stage.stop]
         }
         self.classifier = held.pop(len(model.widths), None)
