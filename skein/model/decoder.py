@@ -106,12 +106,14 @@ class DecoderModel(AnyModel):
         blocks = every[inner.start : inner.stop]
         hidden_bytes = sequence_tokens * shape.hidden_size * word
         scores_flops = 2 * sequence_tokens * sequence_tokens * shape.attention_width
+        num_resting = 0 if shape.experts is None else shape.experts.num_resting_elements
         middle = (
             LayerSpec(
                 name=f"block.{i}",
                 num_parameters=num_elements(tensors),
-                # Every matrix multiplies every token; scores and values are two more products.
-                forward_flops=2 * sequence_tokens * _matrix_elements(tensors) + 2 * scores_flops,
+                # Every matrix but those of resting experts multiplies a token; scores and values are two more products.
+                forward_flops=2 * sequence_tokens * (_matrix_elements(tensors) - num_resting)
+                + 2 * scores_flops,
                 extra_backward_flops=scores_flops,
                 activation_bytes=sequence_tokens * _block_bytes(shape, precision),
                 output_bytes=hidden_bytes,
@@ -260,17 +262,19 @@ def _num_rows(tensors: Shapes) -> int:
 def _block(shape: DecoderShape, prefix: str) -> Shapes:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys, features = shape.attention_width, shape.key_width, shape.head_features
-    tensors = {
+    tensors: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
         "self_attn.v_proj.weight": (keys, hidden),
         "self_attn.o_proj.weight": (hidden, queries),
         "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
     }
+    if shape.experts is None:
+        tensors |= {f"mlp.{x}_proj.weight": (inner, hidden) for x in ("gate", "up")}
+        tensors |= {"mlp.down_proj.weight": (hidden, inner)}
+    else:
+        tensors |= shape.experts.tensors()
     if shape.has_input_biases:
         tensors |= {f"self_attn.{x}_proj.bias": (n,) for x, n in (("q", queries), ("k", keys), ("v", keys))}
     if shape.has_head_norms:
@@ -285,7 +289,8 @@ def _matrix_elements(tensors: Shapes) -> int:
 def _block_bytes(shape: DecoderShape, precision: Precision) -> int:
     """Per token: input, output and scale of both norms; queries, keys, values, their result and log-sum; the MLP.
 
-    Where heads are normalised, their queries and keys before that too, and a scale of each.
+    Experts say what they keep in its place. Where heads are normalised, their queries and keys before that too, and a
+    scale of each.
     """
     word, product = precision.word_bytes, precision.product_bytes
     norms = 2 * (shape.hidden_size * (word + product) + word)
@@ -293,6 +298,8 @@ def _block_bytes(shape: DecoderShape, precision: Precision) -> int:
     if shape.has_head_norms:
         num_heads = shape.num_attention_heads + shape.num_key_value_heads
         attention += (shape.attention_width + shape.key_width) * product + num_heads * word
+    if shape.experts is not None:
+        return norms + attention + shape.experts.activation_bytes(precision)
     return norms + attention + 3 * shape.intermediate_size * product
 
 
@@ -301,8 +308,8 @@ def _block_pending_bytes(shape: DecoderShape, precision: Precision) -> int:
 
     A bias's gradient is made of what its matrix keeps.
     """
-    inputs = 2 * shape.hidden_size + shape.attention_width + shape.intermediate_size
-    outputs = (
-        shape.attention_width + 2 * shape.key_width + 2 * shape.hidden_size + 2 * shape.intermediate_size
-    )
-    return (inputs + outputs) * precision.product_bytes
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    attention = 2 * hidden + 2 * shape.attention_width + 2 * shape.key_width
+    if shape.experts is not None:
+        return attention * precision.product_bytes + shape.experts.pending_bytes(precision)
+    return (attention + 2 * hidden + 3 * inner) * precision.product_bytes

@@ -29,6 +29,8 @@ class Dialect:
     """The only value of each key that our decoder computes, as far as not all families have it."""
     windowed: Mapping[str, object] = field(default_factory=dict)
     """Keys that turn a window of attention on besides its length; transformers assumes it to be off."""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """Our name of each key that some releases of transformers write otherwise."""
 
 
 # What transformers assumes of any family where `config.json` is silent.
@@ -56,7 +58,8 @@ _SWITCH = "use_sliding_window"
 _FREE = frozenset({"initializer_range", "max_position_embeddings", "head_dim"})
 # Written by whoever saves, and anew by us.
 _WRITTEN = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"})
-# No number that a decoder computes depends on these: ids of tokens, how text is sampled, what a call gives back.
+# No number that a decoder computes depends on these: ids of tokens, how text is sampled, what a call gives back, what a
+# trainer adds to the loss.
 # fmt: off
 _HARMLESS = frozenset((
     "_attn_implementation", "_commit_hash", "attn_implementation", "auto_map", "bad_words_ids",
@@ -65,12 +68,13 @@ _HARMLESS = frozenset((
     "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
     "id2label", "is_llama_config", "label2id", "length_penalty", "max_length", "max_window_layers",
     "min_length", "model_max_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id",
-    "prefix", "pretraining_tp", "problem_type", "pruned_heads", "remove_invalid_values",
-    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
-    "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class",
-    "top_k", "top_p", "torchscript", "transformers.js_config", "typical_p", "unk_token_id", "unsloth_fixed",
-    "unsloth_version", "use_bfloat16", "use_cache", "use_sliding_window",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_router_logits",
+    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "pruned_heads",
+    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
+    "router_aux_loss_coef", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
+    "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torchscript",
+    "transformers.js_config", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version",
+    "use_bfloat16", "use_cache", "use_sliding_window",
 ))
 # fmt: on
 # Long and without meaning for what we export.
@@ -83,6 +87,7 @@ def shape_from_config(config: Mapping[str, object], kind: type[Shape], dialect: 
     Raises:
         UserError: an option that our decoder does not compute, or a size out of range; names the key.
     """
+    config = _spelt(config, dialect)
     required = {**_REQUIRED, **dialect.required}
     for key, value in required.items():
         if config.get(key, value) != value:
@@ -90,7 +95,8 @@ def shape_from_config(config: Mapping[str, object], kind: type[Shape], dialect: 
     _check_known(config, kind, required)
     defaults = {**_DEFAULTS, **dialect.defaults}
     values = {name: config.get(name, defaults.get(name)) for name in kind.model_fields}
-    values["rope_theta"], values["rope_scaling"] = _rope(config, values["max_position_embeddings"])
+    theta = defaults.get("rope_theta", _DEFAULT_THETA)
+    values["rope_theta"], values["rope_scaling"] = _rope(config, values["max_position_embeddings"], theta)
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
     values["head_dim"] = _head_dim(values)
@@ -141,6 +147,7 @@ def kept_from_config(
         *_ROPE,
         *_REQUIRED,
         *dialect.required,
+        *dialect.spellings,
         *_WRITTEN,
         *_DROPPED,
         "model_type",
@@ -153,6 +160,19 @@ def comparable(shape: DecoderShape) -> dict[str, object]:
     """Sizes that two shapes must have in common for one's weights to be the other's."""
     sizes = shape.model_dump(mode="json", exclude=set(_FREE))
     return sizes | {"attention_width": shape.attention_width}
+
+
+def _spelt(config: Mapping[str, object], dialect: Dialect) -> Mapping[str, object]:
+    """`config` with our names of the keys that are spelt in several ways.
+
+    Raises:
+        UserError: two spellings of a key have different values.
+    """
+    spelt = {key: value for key, value in config.items() if key not in dialect.spellings}
+    for key, name in dialect.spellings.items():
+        if key in config and spelt.setdefault(name, config[key]) != config[key]:
+            raise UserError(f"config.{key}", config[key], f"{name} is {spelt[name]!r}: they mean the same")
+    return spelt
 
 
 def _check_known(
@@ -201,7 +221,9 @@ def _are_kinds(layers: object) -> bool:
     return isinstance(layers, list) and set(map(str, layers)) <= {"full_attention", "sliding_attention"}
 
 
-def _rope(config: Mapping[str, object], max_positions: object) -> tuple[object, object]:
+def _rope(
+    config: Mapping[str, object], max_positions: object, default_theta: object
+) -> tuple[object, object]:
     """Base and scaling. transformers 5 writes `rope_parameters`; 4 `rope_theta` and perhaps `rope_scaling`."""
     theta, scaling = config.get("rope_theta"), None
     for key in ("rope_scaling", "rope_parameters"):
@@ -224,7 +246,7 @@ def _rope(config: Mapping[str, object], max_positions: object) -> tuple[object, 
             )
         if options.get("partial_rotary_factor", 1) != 1:
             raise UserError(f"config.{key}", options, "only partial_rotary_factor 1 is supported")
-    return _DEFAULT_THETA if theta is None else theta, scaling
+    return default_theta if theta is None else theta, scaling
 
 
 _SPOKEN = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})

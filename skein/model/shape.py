@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from skein.errors import UserError
+from skein.model.experts import Experts
 from skein.spec import Spec
 
 
@@ -80,6 +81,11 @@ class DecoderShape(Spec):
     @property
     def window(self) -> int | None:
         """Over how many tokens back attention reaches; None: over all."""
+        return None
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts that every block has in place of a feed-forward; None: it has none."""
         return None
 
 

@@ -27,6 +27,7 @@ data:
   sources: [{format: text, path: /books}]
 budget: {steps: 3}
 """
+FAMILIES = "digits_cnn, llama, mistral, mixtral, mlp, qwen2, qwen3 or qwen3_moe"
 TOP = (
     "version, name, model, data, batch, parallel, skip, plan, optimizer, aggregation, precision, budget, evaluation, "
     "checkpoint, recovery, backup, on_divergence, checks, seed, priority, resources"
@@ -93,17 +94,15 @@ WRONG_VALUES = {
     "precision=fp8": "precision: 'fp8': give fp32, fp64 or bf16",
     "parallel.layout=ring": "parallel.layout: 'ring': give line or loop",
     "version=2": "version: 2: give 1",
-    "model=": "model: null: give a mapping whose family is digits_cnn, llama, mistral, mlp, qwen2 or qwen3",
-    "model=llama-1m": "model: 'llama-1m': "
-    "give a mapping whose family is digits_cnn, llama, mistral, mlp, qwen2 or qwen3",
-    "model={preset: llama-1m}": "model.family: missing: give digits_cnn, llama, mistral, mlp, qwen2 or qwen3",
-    "model.family=lama": "model.family: 'lama': "
-    "give digits_cnn, llama, mistral, mlp, qwen2 or qwen3; did you mean llama?",
+    "model=": f"model: null: give a mapping whose family is {FAMILIES}",
+    "model=llama-1m": f"model: 'llama-1m': give a mapping whose family is {FAMILIES}",
+    "model={preset: llama-1m}": f"model.family: missing: give {FAMILIES}",
+    "model.family=lama": f"model.family: 'lama': give {FAMILIES}; did you mean llama?",
     "model={family: mlp, widths: [8, 0]}": "model.widths[1]: 0: give a whole number from 1 to 65536",
     "model={family: mlp, activation: swish}": "model.activation: 'swish': give relu, tanh or gelu",
     "model.preset=1": "model.preset: 1: give text, or null",
     "model={family: digits_cnn, preset: x}": "model.preset: 'x': no such key: "
-    "it belongs to family: llama, mistral, qwen2 or qwen3; "
+    "it belongs to family: llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe; "
     "with family: digits_cnn here are family, channels, num_blocks",
     "model.shape.hidden_size=7": "model.shape.hidden_size: 7: give a whole number from 8 to 65536",
     "model.shape.hidden_size=130": "model.shape.hidden_size: 130: "
@@ -279,7 +278,7 @@ def test_wrong_file_is_one_line_with_place_and_cure(text: str) -> None:
 def test_all_mistakes_are_told_together() -> None:
     assert mistakes("{name: A, budget: {steps: x}, seeed: 1, data: {sources: []}}") == [
         f"name: 'A': {NAME}",
-        "model: missing: give a mapping whose family is digits_cnn, llama, mistral, mlp, qwen2 or qwen3",
+        f"model: missing: give a mapping whose family is {FAMILIES}",
         f"data.sources: []: {SOURCES}",
         f"budget.steps: 'x': {STEPS}",
         f"seeed: 1: no such key: did you mean seed? here are {TOP}",

@@ -24,7 +24,9 @@ from skein.config.job import (
 from skein.config.optimizer import AdamWSpec
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.families.mlp import MlpModel
+from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
 from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.model.table import ModelSpec
 from skein.types import JobState, Layout, Precision
@@ -45,18 +47,20 @@ def eight(shared: SharedCluster) -> SharedCluster:
     return shared
 
 
+_SIZES: dict[str, object] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    # Larger than usual, so that clipping and second moments matter within 20 steps.
+    "initializer_range": 0.05,
+}
+
+
 def llama(*, is_tied: bool, num_layers: int = 4) -> LlamaModel:
-    shape = LlamaShape(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=is_tied,
-        # Larger than usual, so that clipping and second moments matter within 20 steps.
-        initializer_range=0.05,
-    )
-    return LlamaModel(shape=shape)
+    changes = {"num_hidden_layers": num_layers, "tie_word_embeddings": is_tied}
+    return LlamaModel(shape=LlamaShape.model_validate(_SIZES | changes))
 
 
 def make_job(
@@ -95,6 +99,7 @@ def check(found: list[tuple[float, float]], wanted: list[ReferenceStep], toleran
     assert wanted[-1].loss < wanted[0].loss
 
 
+BACKWARDS: tuple[Literal["whole", "split"], ...] = ("whole", "split")
 CUTS = [
     (stages, replicas, layout)
     for stages, replicas, layout in product((1, 2, 4), (1, 2), (Layout.LINE, Layout.LOOP))
@@ -121,6 +126,41 @@ def test_a_cut_trains_like_one_torch_process(
 ) -> None:
     job = cut_job(text, precision, parallel, is_tied=is_tied)
     check(train(cluster, job), run_reference(job, NUM_STEPS), TOLERANCES[precision])
+
+
+SPARSE: list[tuple[ModelSpec, int, int, Layout, Literal["whole", "split"]]] = [
+    (model, stages, replicas, layout, backward)
+    for model in (
+        MixtralModel(shape=MixtralShape.model_validate(_SIZES | {"num_local_experts": 4})),
+        Qwen3MoeModel(
+            shape=Qwen3MoeShape.model_validate(
+                _SIZES | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+            )
+        ),
+    )
+    for stages, replicas, layout in ((1, 1, Layout.LINE), (2, 2, Layout.LOOP), (4, 1, Layout.LINE))
+    for backward in BACKWARDS
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "replicas", "layout", "backward"), part(SPARSE, every=len(SPARSE), start=3)
+)
+def test_a_sparse_model_trains_like_one_torch_process(
+    eight: Cluster,
+    text: Path,
+    model: ModelSpec,
+    stages: int,
+    replicas: int,
+    layout: Layout,
+    backward: Literal["whole", "split"],
+) -> None:
+    data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
+    parallel = ParallelSpec(stages=stages, replicas=replicas, layout=layout)
+    name = f"{model.family.replace('_', '-')}-{backward}-{stages}x{replicas}"
+    job = make_job(name, model, data, parallel, Precision.FP64)
+    job = job.model_copy(update={"plan": PlanSpec(budget_s=0.2, backward=backward)})
+    check(train(eight, job), run_reference(job, NUM_STEPS), TOLERANCES[Precision.FP64])
 
 
 @pytest.mark.parametrize("layout", part(list(Layout), every=2), ids=lambda layout: layout.value)
@@ -157,7 +197,6 @@ def test_any_cut_trains_like_one_torch_process(
         check(train(eight, job), reference, TOLERANCES[precision])
 
 
-BACKWARDS: tuple[Literal["whole", "split"], ...] = ("whole", "split")
 MANNERS = [
     (stages, chunks, backward, layout)
     for layout, (stages, chunks), backward in product(Layout, ((2, 1), (2, 2), (4, 2)), BACKWARDS)

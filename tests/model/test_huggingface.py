@@ -10,13 +10,22 @@ from skein.model.decoder import DecoderModel
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import PRESETS, LlamaModel, LlamaShape
 from skein.model.families.mistral import MistralModel, MistralShape
+from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.families.qwen2 import Qwen2Model, Qwen2Shape
 from skein.model.families.qwen3 import Qwen3Model, Qwen3Shape
+from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
 from skein.model.layers import layers_of
 from skein.model.shape import Llama3Rope
 from skein.types import Precision
 
-KINDS: list[type[DecoderModel]] = [LlamaModel, MistralModel, Qwen2Model, Qwen3Model]
+KINDS: list[type[DecoderModel]] = [
+    LlamaModel,
+    MistralModel,
+    MixtralModel,
+    Qwen2Model,
+    Qwen3Model,
+    Qwen3MoeModel,
+]
 MODELS: dict[str, DecoderModel] = {
     **{name: LlamaModel(shape=shape) for name, shape in PRESETS.items()},
     "wide_heads": LlamaModel(shape=LlamaShape(head_dim=128)),
@@ -27,6 +36,10 @@ MODELS: dict[str, DecoderModel] = {
     "qwen2": Qwen2Model(shape=Qwen2Shape()),
     "qwen2 windowed": Qwen2Model(shape=Qwen2Shape(sliding_window=512)),
     "qwen3": Qwen3Model(shape=Qwen3Shape(head_dim=128)),
+    "mixtral": MixtralModel(shape=MixtralShape(num_local_experts=6, num_experts_per_tok=3)),
+    "mixtral windowed": MixtralModel(shape=MixtralShape(sliding_window=512)),
+    "qwen3 moe": Qwen3MoeModel(shape=Qwen3MoeShape(num_experts=12, num_experts_per_tok=5)),
+    "qwen3 moe windowed": Qwen3MoeModel(shape=Qwen3MoeShape(sliding_window=512, norm_topk_prob=False)),
 }
 # As transformers 4 wrote it for Llama 2.
 OLD: dict[str, object] = {
@@ -134,6 +147,43 @@ def test_what_our_decoder_does_not_compute_is_refused_by_name(case: str) -> None
         LlamaModel.shape_in({**OLD, **change})
 
 
+REFUSED_EXPERTS: dict[str, tuple[type[DecoderModel], Mapping[str, object], str]] = {
+    "jitter": (
+        MixtralModel,
+        {"router_jitter_noise": 0.01},
+        r"router_jitter_noise: 0\.01: only 0\.0 is supported",
+    ),
+    "more than all": (
+        MixtralModel,
+        {"num_experts_per_tok": 9},
+        r"num_experts_per_tok.*: 9: there are 8 experts: give at most so many",
+    ),
+    "shared": (
+        Qwen3MoeModel,
+        {"shared_expert_intermediate_size": 64},
+        r"shared_expert_intermediate_size: 64: is not known here",
+    ),
+    "dense blocks": (
+        Qwen3MoeModel,
+        {"mlp_only_layers": [0]},
+        r"mlp_only_layers: \[0\]: only \[\] is supported",
+    ),
+    "every other block": (Qwen3MoeModel, {"decoder_sparse_step": 2}, r"decoder_sparse_step: 2: only 1"),
+    "two numbers": (
+        Qwen3MoeModel,
+        {"num_experts": 8, "num_local_experts": 4},
+        r"num_local_experts: 4: num_experts is 8: they mean the same",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_EXPERTS)
+def test_experts_that_we_do_not_compute_are_refused_by_name(case: str) -> None:
+    kind, change, message = REFUSED_EXPERTS[case]
+    with pytest.raises(UserError, match=message):
+        kind.shape_in({"model_type": kind.model_fields["family"].default, **change})
+
+
 def test_default_rotary_positions_are_accepted_in_both_spellings() -> None:
     for options in (
         {"rope_scaling": {"type": "default"}, "rope_theta": 7.0},
@@ -169,6 +219,9 @@ WINDOWS: dict[str, tuple[type[DecoderModel], dict[str, object], int | None]] = {
         {"sliding_window": 64, "use_sliding_window": True, "layer_types": ["full_attention"] * 32},
         None,
     ),
+    "mixtral 0.1": (MixtralModel, {"sliding_window": None}, None),
+    "mixtral, on": (MixtralModel, {"sliding_window": 4096}, 4096),
+    "qwen 3 with experts": (Qwen3MoeModel, {"sliding_window": 64, "use_sliding_window": False}, None),
 }
 
 
@@ -353,6 +406,75 @@ PUBLISHED: dict[str, tuple[type[DecoderModel], dict[str, object]]] = {
             "transformers_version": "4.42.0.dev0",
             "use_cache": True,
             "vocab_size": 32_768,
+        },
+    ),
+    "mixtral-8x7b": (
+        MixtralModel,
+        {
+            "architectures": ["MixtralForCausalLM"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 14_336,
+            "max_position_embeddings": 32_768,
+            "model_type": "mixtral",
+            "num_attention_heads": 32,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "output_router_logits": False,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1_000_000.0,
+            "router_aux_loss_coef": 0.02,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.36.0.dev0",
+            "use_cache": True,
+            "vocab_size": 32_000,
+        },
+    ),
+    "qwen3-30b-a3b": (
+        Qwen3MoeModel,
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 151_643,
+            "decoder_sparse_step": 1,
+            "eos_token_id": 151_645,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "initializer_range": 0.02,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 40_960,
+            "max_window_layers": 48,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "output_router_logits": False,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1_000_000.0,
+            "router_aux_loss_coef": 0.001,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.51.0",
+            "use_cache": True,
+            "use_sliding_window": False,
+            "vocab_size": 151_936,
         },
     ),
 }

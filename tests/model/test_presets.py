@@ -10,8 +10,10 @@ from skein.errors import UserError
 from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.families.llama import PRESETS, LlamaModel, LlamaShape
 from skein.model.families.mistral import MistralModel
+from skein.model.families.mixtral import MixtralModel
 from skein.model.families.qwen2 import Qwen2Model
 from skein.model.families.qwen3 import Qwen3Model
+from skein.model.families.qwen3_moe import Qwen3MoeModel
 from skein.model.parameters import num_parameters
 
 # As their publishers count them (model cards; of Llama those of Llama 3 8B, Llama 3.2 1B and 3B).
@@ -22,6 +24,8 @@ PUBLISHED: list[tuple[DecoderModel, int]] = [
     (MistralModel(preset="mistral-7b"), 7_248_023_552),
     (Qwen2Model(preset="qwen2.5-0.5b"), 494_032_768),
     (Qwen3Model(preset="qwen3-0.6b"), 596_049_920),
+    (MixtralModel(preset="mixtral-8x7b"), 46_702_792_704),
+    (Qwen3MoeModel(preset="qwen3-30b-a3b"), 30_532_122_624),
 ]
 UNITS = {"m": 1e6, "b": 1e9}
 

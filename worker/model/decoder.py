@@ -10,6 +10,7 @@ from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.shape import DecoderShape
 from skein.types import Precision, StageSpec
 from worker.model.base import Linear, Stage, empty_parameter, parameter_dtype, product_dtype
+from worker.model.experts import SparseMlp
 from worker.model.ops import (
     attend,
     embedding,
@@ -90,7 +91,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Decoder block: attention and feed-forward, each normalised before and added to what came in."""
+    """Decoder block: attention and feed-forward or experts, each normalised before and added to what came in."""
 
     def __init__(self, shape: DecoderShape, precision: Precision, tray: Tray) -> None:
         super().__init__()
@@ -98,11 +99,13 @@ class Block(nn.Module):
         self.input_layernorm = Norm(shape.hidden_size, shape, precision, tray)
         self.self_attn = Attention(shape, precision, tray)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape, precision, tray)
-        self.mlp = Mlp(shape, dtype, tray)
+        self._fed = "mlp" if shape.experts is None else shape.experts.names.module
+        feed = Mlp(shape, dtype, tray) if shape.experts is None else SparseMlp(shape.experts, precision, tray)
+        self.add_module(self._fed, feed)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin)
-        y: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        y: Tensor = x_BTD + self.get_submodule(self._fed)(self.post_attention_layernorm(x_BTD))
         return y
 
 

@@ -10,9 +10,11 @@ from skein.model.decoder import DecoderModel
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.families.mistral import MistralModel, MistralShape
+from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.families.mlp import MlpModel
 from skein.model.families.qwen2 import Qwen2Model, Qwen2Shape
 from skein.model.families.qwen3 import Qwen3Model, Qwen3Shape
+from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
 from skein.model.layers import AnyModel
 from skein.model.shape import Llama3Rope
 from skein.types import Precision, StageIndex, StageSpec
@@ -78,6 +80,22 @@ MODELS: dict[str, AnyModel] = {
     ),
     "qwen3": Qwen3Model(
         shape=Qwen3Shape.model_validate(_SIZES | {"head_dim": 16, "tie_word_embeddings": False})
+    ),
+    "mixtral": MixtralModel(
+        shape=MixtralShape.model_validate(_SIZES | {"num_local_experts": 4, "sliding_window": NUM_TOKENS})
+    ),
+    "qwen3 moe": Qwen3MoeModel(
+        shape=Qwen3MoeShape.model_validate(
+            _SIZES
+            | {
+                "head_dim": 16,
+                "num_experts": 5,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 20,
+                "norm_topk_prob": False,
+                "tie_word_embeddings": False,
+            }
+        )
     ),
     "digits": DigitsCnnModel(family="digits_cnn", channels=6, num_blocks=2),
     "mlp": MlpModel(family="mlp", widths=(7, 6, 5)),

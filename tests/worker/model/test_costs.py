@@ -15,8 +15,10 @@ from skein.model.decoder import DecoderModel
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel
 from skein.model.families.mistral import MistralModel
+from skein.model.families.mixtral import MixtralModel
 from skein.model.families.qwen2 import Qwen2Model
 from skein.model.families.qwen3 import Qwen3Model
+from skein.model.families.qwen3_moe import Qwen3MoeModel
 from skein.model.layers import AnyModel, StageCost, layers_of, stage_cost
 from skein.model.parameters import num_parameters
 from skein.types import Precision, StageIndex, StageSpec
@@ -151,7 +153,14 @@ def test_output_bytes_are_those_of_the_boundary_tensor(name: str, precision: Pre
         assert sent.nbytes == NUM_SAMPLES * cost(model, 0, stop, precision).output_bytes
 
 
-KINDS: list[type[DecoderModel]] = [LlamaModel, MistralModel, Qwen2Model, Qwen3Model]
+KINDS: list[type[DecoderModel]] = [
+    LlamaModel,
+    MistralModel,
+    MixtralModel,
+    Qwen2Model,
+    Qwen3Model,
+    Qwen3MoeModel,
+]
 PRESETS = {preset: kind.model_validate({"preset": preset}) for kind in KINDS for preset in kind.presets}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from skein.config.job import JobSpec
-from skein.model.decoder import decoder_shape
+from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.layers import tied_names
 from skein.model.parameters import parameter_shapes
@@ -143,12 +143,16 @@ def test_microbatch_without_a_valid_label_gives_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_no_token_sees_a_later_one(name: str) -> None:
-    stage = whole(MODELS[name])
-    tokens, _ = samples(MODELS[name])
+    model = MODELS[name]
+    assert isinstance(model, DecoderModel)
+    stage = whole(model)
+    tokens, _ = samples(model)
     changed = tokens.clone()
     changed[:, 7] = (changed[:, 7] + 1) % 50
     before, after = stage.logits(tokens), stage.logits(changed)
-    assert torch.equal(before[:, :7], after[:, :7])
+    # Sums of an expert's product go in another order where it has other rows.
+    tolerance = 0.0 if decoder_shape(model).experts is None else ROUNDING
+    assert_near(after[:, :7], before[:, :7], tolerance=tolerance)
     assert not torch.equal(before[:, 7:], after[:, 7:])
 
 
