@@ -29,6 +29,7 @@ QUIET: Final = frozenset(
         "Checkpoint/Manifest",
         "Checkpoint/List",
         "Identities/ListIdentities",
+        "Identities/ListRevoked",
     }
 )
 """Methods that only look, that carry data for what was noted before, or of whose callers the machine tells."""

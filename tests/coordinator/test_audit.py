@@ -22,7 +22,7 @@ from skein.storage.chain import (
     verify_chain,
 )
 from skein.wire.identity.roles import ROLES
-from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
+from skein.wire.v1 import identity_pb2, identity_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import hello
 from tests.coordinator.serving import ScriptedWorker, connected, coordinator, status_of, submit
 from tests.coordinator.test_identities import cluster
@@ -215,6 +215,14 @@ async def test_identities_are_named_in_what_they_do_and_in_what_they_may_not(tmp
     assert lines[2][2:] == ("worker=w", "refused: viewer eve may not call Drain, which is for: admin")
     assert lines[3][2:] == ("role=viewer name=eve namespace=default", "done")
     assert "was revoked" in lines[4][3]
+
+
+async def test_workers_that_ask_again_and_again_whom_to_refuse_leave_no_entry(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known, known.channel(await known.passport("w-1")) as channel:
+        before = told(tmp_path)
+        ask = identity_pb2_grpc.IdentitiesStub(channel).ListRevoked
+        assert not (await ask(identity_pb2.ListRevokedRequest())).identities
+        assert told(tmp_path) == before
 
 
 async def test_a_caller_hears_when_what_was_done_could_not_be_noted(tmp_path: Path) -> None:
