@@ -36,6 +36,7 @@ WANTS_TLS = "wants TLS"
 _PACKET_BYTES = (1400, 1280, 1000, 576)
 """Sizes that are tried once full packets have vanished."""
 _HEADER_BYTES = 40
+_LOOK_S = 0.02
 _IP_MTU, _IPV6_MTU = 14, 24
 
 
@@ -201,9 +202,6 @@ def _delivers(family: int, address: Address, packet_bytes: int | None) -> tuple[
         while _unacknowledged(probe) == len(sent) and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
         return _unacknowledged(probe) < len(sent), own_bytes
-
-
-_LOOK_S = 0.02
 
 
 def _unacknowledged(probe: socket.socket) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 from functools import partial
-from typing import Final, cast
+from typing import Final
 
 import grpc
 from grpc import aio
@@ -10,6 +10,7 @@ from grpc import aio
 from coordinator.records.audit import AuditLog
 from skein.errors import LocalError, SkeinError
 from skein.wire.context import Context
+from skein.wire.failures import aborted_with
 from skein.wire.identity.names import caller_of
 from skein.wire.serving.hosts import host_of
 from skein.wire.serving.reading import Around, Behaving, Behaviour, answer
@@ -56,7 +57,7 @@ class Audited(Around):
                 _ = self._note(method, context, _about(request), "broken off: it may have been done")
             raise
         except aio.AbortError:
-            if method not in QUIET or _code(context) in _NO_RIGHT:
+            if method not in QUIET or aborted_with(context) in _NO_RIGHT:
                 await self._note_refusal(method, context, request, str(context.details()))
             raise
         except SkeinError as error:
@@ -94,9 +95,3 @@ def _about(*messages: object) -> str:
     return " ".join(
         dict.fromkeys(f"{name}={value}" for name, value in found if isinstance(value, str) and value)
     )
-
-
-def _code(context: Context) -> grpc.StatusCode | None:
-    """The status that a call was aborted with."""
-    code = cast("grpc.StatusCode | int | None", context.code())
-    return next((known for known in grpc.StatusCode if code in (known, known.value[0])), None)

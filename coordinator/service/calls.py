@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import cast
 
 import grpc
 from grpc import aio
@@ -11,7 +10,7 @@ from skein.errors import SkeinError, UserError
 from skein.protocol.coordinator.quotas import OverQuotaError
 from skein.storage.outside import NoRoomError
 from skein.wire.context import Context
-from skein.wire.failures import refuse, status_of
+from skein.wire.failures import aborted_with, refuse, status_of
 from skein.wire.serving.reading import Around, Behaving, Behaviour, answer
 
 
@@ -67,26 +66,18 @@ class Calls(Around):
                 reason = None
                 raise
             except aio.AbortError:
-                reason = _reason(context)
+                code = aborted_with(context)
+                reason = "unknown" if code is None else code.name.lower()
                 raise
             except SkeinError as error:
-                code = next((code for kind, code in _CODES if isinstance(error, kind)), status_of(error))
+                status = next((code for kind, code in _CODES if isinstance(error, kind)), status_of(error))
                 # Before the caller hears of it: who was refused may ask for the count.
-                self._count(name, code.name.lower())
+                self._count(name, status.name.lower())
                 reason = None
-                await refuse(context, error, code)
+                await refuse(context, error, status)
             finally:
                 self._num_calls -= 1
                 if reason is not None:
                     self._count(name, reason)
 
         return guarded
-
-
-def _reason(context: Context) -> str:
-    """The status that a call was aborted with, as a label."""
-    code = cast("grpc.StatusCode | int | None", context.code())
-    for known in grpc.StatusCode:
-        if code in (known, known.value[0]):
-            return known.name.lower()
-    return "unknown"

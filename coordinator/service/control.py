@@ -20,7 +20,7 @@ from skein.wire.codec import DIRECTIVE, REPORT
 from skein.wire.context import Context
 from skein.wire.extra import LogLine, LogLines
 from skein.wire.identity.callers import NAMELESS
-from skein.wire.identity.names import LOCAL, caller_of, worker_caller
+from skein.wire.identity.names import caller_of, is_worker
 from skein.wire.v1 import control_pb2, control_pb2_grpc
 
 HELLO_S = 10.0
@@ -113,7 +113,7 @@ async def _hello(reports: AsyncIterator[control_pb2.Report]) -> Hello:
 async def _require_own_name(hello: Hello, context: Context) -> None:
     """A worker is whom its certificate names: nobody joins, votes or beats for another."""
     caller = caller_of(context)
-    if caller == LOCAL or (caller is not None and caller.host == worker_caller(hello.worker).host):
+    if is_worker(caller, hello.worker):
         return
     shown = NAMELESS if caller is None else f"the certificate is that of {caller.role} {caller.name}"
     await context.abort(

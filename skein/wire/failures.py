@@ -8,6 +8,7 @@ from grpc import aio
 
 import skein
 from skein.errors import LocalError, RemoteError, SkeinError, UserError
+from skein.wire.context import Context
 
 _Code: TypeAlias = grpc.StatusCode
 _STATUS_BY_ERROR: tuple[tuple[type[SkeinError], grpc.StatusCode], ...] = (
@@ -56,9 +57,13 @@ def status_of(error: SkeinError) -> grpc.StatusCode:
     return next((code for kind, code in _STATUS_BY_ERROR if isinstance(error, kind)), grpc.StatusCode.UNKNOWN)
 
 
-async def refuse(
-    context: aio.ServicerContext[object, object], error: SkeinError, code: grpc.StatusCode | None = None
-) -> NoReturn:
+def aborted_with(context: Context) -> grpc.StatusCode | None:
+    """The status that a call was aborted with, which gRPC has as itself or as its number."""
+    code = cast("grpc.StatusCode | int | None", context.code())
+    return next((known for known in grpc.StatusCode if code in (known, known.value[0])), None)
+
+
+async def refuse(context: Context, error: SkeinError, code: grpc.StatusCode | None = None) -> NoReturn:
     """Ends the call with `error`; the other side gets it back from `error_of`."""
     trailer: tuple[tuple[str, bytes], ...] = ()
     if isinstance(error, UserError):

@@ -42,7 +42,7 @@ class JoinLine:
         body = _written(field_name, text).strip().removeprefix(PREFIX)
         try:
             raw = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))
-            unpacked = zlib.decompressobj().decompress(raw, 1 << 16)
+            unpacked = zlib.decompressobj().decompress(raw, _MAX_CHARACTERS)
             line = cls(**json.loads(unpacked))
             _ = x509.load_pem_x509_certificate(line.authority.encode())
         except (ValueError, TypeError, AttributeError, zlib.error) as error:

@@ -87,6 +87,15 @@ def worker_caller(worker: WorkerId | str) -> Caller:
     return Caller(name=worker, role=CallerRole.WORKER)
 
 
+def is_worker(caller: Caller | None, worker: WorkerId) -> bool:
+    """Whether a caller may speak for a worker: nobody but itself, where there are certificates.
+
+    >>> [is_worker(x, WorkerId("a")) for x in (worker_caller("a"), worker_caller("b"), LOCAL, None)]
+    [True, False, True, False]
+    """
+    return caller == LOCAL or (caller is not None and caller.host == worker_caller(worker).host)
+
+
 def check_name(field: str, name: str) -> str:
     """`name`, if it can be somebody's.
 

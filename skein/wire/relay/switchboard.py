@@ -22,7 +22,7 @@ from skein.types import Incarnation, WorkerId
 from skein.wire.codec import CARRY_PART, INCOMING, LISTEN_REQUEST
 from skein.wire.context import Context
 from skein.wire.extra import AnswerCall, CallPeer, Incoming
-from skein.wire.identity.names import LOCAL, Caller, caller_of, worker_caller
+from skein.wire.identity.names import LOCAL, Caller, caller_of, is_worker
 from skein.wire.serving.hosts import host_of, is_from_here
 from skein.wire.serving.reading import refuse_unreadable
 from skein.wire.v1 import relay_pb2
@@ -91,8 +91,7 @@ class Switchboard:
     ) -> AsyncIterator[relay_pb2.Incoming]:
         """Tells of callers; see the proto. A newer stream of a process takes the place of one before it."""
         wanted = LISTEN_REQUEST.decode(request)
-        caller = caller_of(context)
-        if caller != LOCAL and (caller is None or caller.host != worker_caller(wanted.worker).host):
+        if not is_worker(caller_of(context), wanted.worker):
             await context.abort(
                 grpc.StatusCode.PERMISSION_DENIED, f"listens for worker {wanted.worker}, which it is not"
             )

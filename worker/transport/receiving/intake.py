@@ -26,7 +26,7 @@ from skein.wire.extra import (
     TensorRefused,
     TensorStart,
 )
-from skein.wire.identity.names import LOCAL, Caller, worker_caller
+from skein.wire.identity.names import LOCAL, Caller, is_worker
 from worker.bundle import Bundle, BundleFault, Limits, allocate, fault_of, split_tensors
 from worker.transport.checksum import checksum
 from worker.transport.framing import FramedPart
@@ -160,7 +160,7 @@ class Inbox:
         """Fault of a tensor that names another sender than the certificate on its connection does."""
         sender = start.envelope.sender
         caller = self._caller
-        if caller == LOCAL or (caller is not None and caller.host == worker_caller(sender).host):
+        if is_worker(caller, sender):
             return None
         whose = "nobody" if caller is None else f"{caller.role} {caller.name}"
         text = f"the certificate is that of {whose}, not of worker {sender}"
