@@ -87,13 +87,8 @@ _VERBS: Verbs = {
         },
     ),
     **_of("client.cli.job.files", {"export": "Write a job's weights as a Hugging Face directory."}),
-    **_of(
-        "client.cli.top",
-        {
-            "top": "Show jobs and workers, live.",
-            "page": "Print a link to the coordinator's page in a browser.",
-        },
-    ),
+    **_of("client.cli.top", {"top": "Show jobs and workers, live."}),
+    **_of("client.cli.access.page", {"page": "Print a link to the coordinator's page in a browser."}),
     **_of(
         "client.cli.fleet",
         {

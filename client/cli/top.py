@@ -1,9 +1,7 @@
-"""`skein top` and `skein page`: everything at a glance, in this terminal or in a browser."""
+"""`skein top`: everything at a glance, in this terminal."""
 
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from urllib.parse import SplitResult, urlsplit
 
 import click
 from rich.console import Console, Group
@@ -14,12 +12,9 @@ from rich.text import Text
 from client.api import Client
 from client.cli import DONE, INTERRUPTED
 from client.cli.job.curve import LINES_S, REFRESH_S, wait_for_look
-from client.cli.options import connect_client, remote_command, target
+from client.cli.options import connect_client, remote_command
 from client.cli.show import JOB_COLUMNS, WORKER_COLUMNS, job_row, print_json, worker_row
-from skein.errors import UserError
 from skein.types import JobState
-from skein.wire.channel import is_loopback, split_address
-from skein.wire.identity.passport import Passport
 from skein.wire.views import JobStatus, WorkerState, WorkerStatus
 
 NUM_ENDED = 5
@@ -89,48 +84,3 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
         # Names are the submitter's choice: text, and no markup or codes that a terminal obeys.
         table.add_row(*(Text("".join(sign if sign.isprintable() else "?" for sign in cell)) for cell in row))
     return table
-
-
-@remote_command
-@click.option(
-    "--authority",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Write the certificate of the cluster's authority there, for a browser to trust.",
-)
-def page(*, authority: Path | None, is_json: bool) -> None:
-    """Print a link to the coordinator's page. Whoever opens it first, within minutes, may look for some hours."""
-    if authority is not None:
-        _write_authority(authority)
-    with connect_client() as client:
-        url, called = client.page(), client.target
-    if is_json:
-        return print_json({"url": url})
-    click.echo(url)
-    _tell_way(urlsplit(url), called, knows_authority=authority is not None)
-
-
-def _write_authority(file: Path) -> None:
-    identity = target().identity_file
-    if identity is None:
-        raise UserError(
-            "--authority", str(file), "there is none to write: this coordinator asks for no certificates"
-        )
-    try:
-        file.write_text(Passport.load(identity).authority)
-    except OSError as error:
-        raise UserError(
-            "--authority", str(file), f"{error.strerror}; give a file that you can write"
-        ) from error
-
-
-def _tell_way(url: SplitResult, called_at: str, *, knows_authority: bool) -> None:
-    """Tell what a browser needs before it can show the page."""
-    if url.scheme == "https" and not knows_authority:
-        way = "skein page --authority FILE writes the one to import there"
-        click.echo(f"a browser warns until it trusts this cluster's authority: {way}", err=True)
-    served = split_address("page", url.netloc)
-    called, _ = split_address("coordinator", called_at.partition(",")[0])
-    if is_loopback(served[0]) and not is_loopback(called):
-        way = f"ssh -L {served[1]}:{served[0]}:{served[1]} {called}"
-        click.echo(f"it is served on the coordinator's machine only; from here, first: {way}", err=True)

@@ -1,1 +1,1 @@
-"""Commands about who may come, and about what was done: identities, tokens, the audit log."""
+"""Commands about who may come and look, and about what was done: identities, tokens, the page, the audit log."""
