@@ -3,12 +3,12 @@
 import sys
 from typing import NoReturn
 
-from skein.own import strangers
+from skein.own import package_faults
 
 
 def main() -> NoReturn:
     """The `skein` command."""
-    found = next(strangers(), None)
+    found = next(package_faults(), None)
     if found is not None:
         print(f"error: {found}", file=sys.stderr)
         sys.exit(1)

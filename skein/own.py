@@ -17,7 +17,7 @@ _MARK = '"""Part of Skein: '
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stranger:
+class PackageFault:
     """Name of a package of Skein's under which something else is found, or nothing; `cure` is what to do."""
 
     name: str
@@ -33,7 +33,7 @@ def install_hint(extra: str) -> str:
     return f"pip install '.[{extra}]' in Skein's source folder"
 
 
-def strangers(root: Path = _ROOT) -> Iterator[Stranger]:
+def package_faults(root: Path = _ROOT) -> Iterator[PackageFault]:
     """Packages of Skein's that are missing, or hidden by others of their name. Nothing is imported to find out.
 
     Args:
@@ -43,14 +43,14 @@ def strangers(root: Path = _ROOT) -> Iterator[Stranger]:
     for name in NAMES:
         ours, spec = root / name / "__init__.py", _spec(name)
         if not ours.is_file():
-            yield Stranger(name=name, found=f"is not in {root}", cure=f"install Skein again, or {alone}")
+            yield PackageFault(name=name, found=f"is not in {root}", cure=f"install Skein again, or {alone}")
         elif spec is None or spec.origin is None or not Path(spec.origin).samefile(ours):
             place = "nothing" if spec is None else spec.origin or "a folder without __init__.py"
             cure = f"take its folder off PYTHONPATH, rename it, or {alone}"
-            yield Stranger(name=name, found=f"{place} is found before Skein's own {ours}", cure=cure)
+            yield PackageFault(name=name, found=f"{place} is found before Skein's own {ours}", cure=cure)
         elif not ours.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
             found = f"{ours} is not Skein's any more: another distribution has written over it"
-            yield Stranger(name=name, found=found, cure=f"install Skein again, and {alone}")
+            yield PackageFault(name=name, found=found, cure=f"install Skein again, and {alone}")
 
 
 def _spec(name: str) -> ModuleSpec | None:

@@ -11,7 +11,7 @@ from importlib.metadata import packages_distributions
 
 import skein
 from client.doctor.finding import DoctorFinding, doubtful, fine, wrong
-from skein.own import NAMES, Stranger, install_hint, strangers
+from skein.own import NAMES, PackageFault, install_hint, package_faults
 
 MIN_FILES = 4096
 _TORCH_S, _DRIVER_S = 60.0, 10.0
@@ -29,7 +29,7 @@ def look_at_installation(role: str | None) -> Iterator[DoctorFinding]:
         role: client, worker or coordinator, if this machine is to be one only; others' needs are passed over then.
     """
     yield fine("skein", f"release {skein.__version__}, protocol {skein.PROTOCOL_VERSION}")
-    yield from packages(strangers(), packages_distributions())
+    yield from packages(package_faults(), packages_distributions())
     yield fine("python", f"{'.'.join(map(str, sys.version_info[:3]))}, {os.cpu_count()} cores")
     if role in (None, "coordinator"):
         yield _ray(is_needed=role is not None)
@@ -39,7 +39,7 @@ def look_at_installation(role: str | None) -> Iterator[DoctorFinding]:
         yield from _torch(is_needed=role is not None)
 
 
-def packages(found: Iterable[Stranger], owners: Mapping[str, Sequence[str]]) -> Iterator[DoctorFinding]:
+def packages(found: Iterable[PackageFault], owners: Mapping[str, Sequence[str]]) -> Iterator[DoctorFinding]:
     """Whether the packages that Skein imports are its own, and whether others use their names.
 
     Args:
@@ -47,8 +47,8 @@ def packages(found: Iterable[Stranger], owners: Mapping[str, Sequence[str]]) -> 
         owners: distributions by the top-level names that they have.
     """
     whole = list(found)
-    for stranger in whole:
-        yield wrong(stranger.name, stranger.found, stranger.cure)
+    for fault in whole:
+        yield wrong(fault.name, fault.found, fault.cure)
     others = {name: sorted({*owners.get(name, ())} - {_DISTRIBUTION}) for name in NAMES}
     for name, rivals in others.items():
         if rivals:

@@ -10,7 +10,7 @@ import pytest
 
 from client.doctor.finding import Verdict
 from client.doctor.installation import packages
-from skein.own import NAMES, Stranger, strangers
+from skein.own import NAMES, PackageFault, package_faults
 from tests.contract.source import ROOT
 
 SHOUT = "print('I run'); raise RuntimeError('never')\n"
@@ -25,7 +25,7 @@ def skein(*arguments: str, path: tuple[Path, ...]) -> "subprocess.CompletedProce
 @pytest.mark.parametrize("name", NAMES)
 def test_a_module_of_the_same_name_is_named_and_not_run(name: str, tmp_path: Path) -> None:
     (tmp_path / f"{name}.py").write_text(SHOUT)
-    # The interpreter finds the stranger first, whichever way Skein is installed.
+    # The interpreter finds the other one first, whichever way Skein is installed.
     done = skein("--version", path=(tmp_path, ROOT))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"error: {name}: {tmp_path}/{name}.py is found before Skein's own {ROOT}")
@@ -51,7 +51,7 @@ def test_a_package_that_was_written_over_is_named(tmp_path: Path) -> None:
 
 
 def test_everything_is_our_own_here() -> None:
-    assert list(strangers()) == []
+    assert list(package_faults()) == []
 
 
 def test_doctor_tells_what_stands_in_the_way_and_who_else_has_the_name() -> None:
@@ -59,7 +59,7 @@ def test_doctor_tells_what_stands_in_the_way_and_who_else_has_the_name() -> None
     assert fine.verdict is Verdict.OK
     found = list(
         packages(
-            [Stranger(name="client", found="/x/client.py is found before ours", cure="rename it")],
+            [PackageFault(name="client", found="/x/client.py is found before ours", cure="rename it")],
             {"worker": ["skein-train", "some-queue"]},
         )
     )
