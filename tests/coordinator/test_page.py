@@ -14,6 +14,7 @@ import pytest
 
 from client.aio import AsyncClient
 from client.cli import run
+from coordinator import serving
 from coordinator.identity.office import ADMIN_FILE, FOLDER
 from coordinator.identity.page_tls import PageTls
 from coordinator.serving import Serving, ServingOptions
@@ -196,7 +197,7 @@ async def test_beyond_this_machine_the_page_is_encrypted_and_scrapes_are_not(
         assert (await asked(running, "/metrics"))[0] == (await asked(running, "/metrics", tls=tls))[0] == 200
 
 
-async def test_the_page_has_another_certificate_before_the_last_one_ends() -> None:
+def test_the_page_has_another_certificate_before_the_last_one_ends() -> None:
     now = [0.0]
     tls = PageTls(Authority.new(now_s=0.0), ("lab", "10.0.0.1"), clock=lambda: now[0])
     first = tls.context()
@@ -248,6 +249,13 @@ async def news(reader: asyncio.StreamReader) -> object:
     return json.loads(line.removeprefix(b"data: "))
 
 
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """News come faster than once a second."""
+    monkeypatch.setattr(serving, "SAMPLE_S", 0.05)
+
+
+@pytest.mark.usefixtures("often")
 async def test_who_listens_is_told_how_things_are_and_again_when_they_change(tmp_path: Path) -> None:
     async with coordinator(tmp_path) as running, listening(running) as reader:
         first = await news(reader)
@@ -259,6 +267,7 @@ async def test_who_listens_is_told_how_things_are_and_again_when_they_change(tmp
                 pass
 
 
+@pytest.mark.usefixtures("often")
 async def test_listeners_are_few_and_leave_room_for_everything_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
