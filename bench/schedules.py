@@ -3,13 +3,15 @@
     python -m bench.schedules [--budget 2] [--json]
 
 Four equal workers of 1 TFLOP/s, 100 Gbit/s and three latencies between any two, 8 microbatches of a decoder of 32
-blocks of width 512 with 256 tokens; weight gradients are taken for a half of a backward, and for less. Nothing runs, so
-the machine does not matter. Ends with one JSON line; exit code 1 if a goal is missed.
+blocks of width 512 with 256 tokens; weight gradients are taken for a half of a backward, and for less. One plan more
+has memory for three quarters of what 1F1B keeps. Nothing runs, so the machine does not matter. Ends with one JSON
+line; exit code 1 if a goal is missed.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations, product
 from typing import Literal
 
@@ -26,7 +28,7 @@ from skein.config.job import (
 )
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.cut import cut
-from skein.plan.load import stage_loads
+from skein.plan.load import StageLoad, stage_loads
 from skein.plan.plan import Plan
 from skein.plan.searched import make_searched_plan
 from skein.topology.fleet import Fleet, FleetWorker, Link, Profile, StageTime
@@ -35,17 +37,22 @@ from skein.types import SiteId, WorkerId
 HOPS_S = (0.00005, 0.01, 0.03)
 GOALS = {1 / 2: 0.80, 1 / 3.3: 0.88}
 """Most of the step with whole backwards of one chunk, by the share of a backward that weights take."""
+NEAR_S, HALVES = 0.004, 6
+"""Latency at which V-Half leads those that fit into slots for so many halves of a worker's stages; 1F1B takes 8."""
+MOST_OF_1F1B, MOST_APART = 0.80, 1.10
+"""Bytes of activations on the fullest worker; fullest over emptiest."""
 _FLOPS_PER_S = 1e12
 _NAMES = tuple(WorkerId(f"w{i}") for i in range(4))
 _PROFILE = Profile(device="cpu", device_name="equal", flops_per_s=_FLOPS_PER_S, memory_bytes=64 << 30)
 
-Chunks = Literal[1, "auto"]
-Backward = Literal["whole", "auto"]
+Chunks = Literal[1, 2, "auto"]
+Backward = Literal["whole", "split", "auto"]
 
 
-def fleet(hop_s: float, share: float) -> Fleet:
+def fleet(hop_s: float, share: float, *, memory_bytes: int = _PROFILE.memory_bytes) -> Fleet:
     """Four equal workers, whose weight gradients take this share of a backward."""
-    workers = tuple(FleetWorker(worker=name, site=SiteId("one"), profile=_PROFILE) for name in _NAMES)
+    profile = replace(_PROFILE, memory_bytes=memory_bytes)
+    workers = tuple(FleetWorker(worker=name, site=SiteId("one"), profile=profile) for name in _NAMES)
     links = tuple(
         Link(sender=a, receiver=b, latency_s=hop_s, bytes_per_s=12.5e9) for a, b in permutations(_NAMES, 2)
     )
@@ -96,6 +103,47 @@ def predicted(on: Fleet, chunks: Chunks, backward: Backward, *, budget_s: float)
     return plan
 
 
+def loads_of(chunks: Literal[1, 2], backward: Literal["whole", "split"]) -> tuple[StageLoad, ...]:
+    """Loads of the stages of so many chunks for each worker."""
+    spec = job(chunks, backward, budget_s=0)
+    return stage_loads(spec, cut(spec.layers, 4 * chunks, spec.parallel.layout))
+
+
+def halves_bytes(num_slots: int) -> int:
+    """Memory of a worker that holds two chunks with so many slots on both together."""
+    loads = loads_of(2, "split")
+    return 2 * max(x.fixed_bytes for x in loads) + num_slots * max(x.slot_bytes for x in loads)
+
+
+def planned_bytes(plan: Plan) -> list[int]:
+    """Bytes of the slots that each worker has on its two chunks."""
+    loads = loads_of(2, "split")
+    return [
+        sum(loads[x.chunk.stage].slot_bytes * x.slots for x in plan.chunks if x.chunk.worker == worker)
+        for worker in plan.workers
+    ]
+
+
+def row_of_memory(*, budget_s: float) -> Row:
+    """Bytes of activations of two chunks in little memory, beside those of 1F1B."""
+    memory_bytes = halves_bytes(HALVES)
+    plan = predicted(fleet(NEAR_S, 1 / 2, memory_bytes=memory_bytes), 2, "split", budget_s=budget_s)
+    planned = planned_bytes(plan)
+    whole_bytes = len(_NAMES) * max(x.slot_bytes for x in loads_of(1, "whole"))
+    ratio, apart = max(planned) / whole_bytes, max(planned) / min(planned)
+    return Row(
+        what=f"two chunks, split, memory for {HALVES} of 8 halves; a step of {plan.predicted_step_s:.4f} s; "
+        f"fullest {apart:.2f} of the emptiest",
+        value=max(planned),
+        unit="bytes",
+        against=f"1F1B: {whole_bytes} bytes",
+        ratio=ratio,
+        goal=f"<= {MOST_OF_1F1B:.2f}, apart <= {MOST_APART:.2f}",
+        holds=ratio <= MOST_OF_1F1B and apart <= MOST_APART,
+        spread=0.0,
+    )
+
+
 def row_of(hop_s: float, share: float, *, budget_s: float) -> Row:
     """What `auto` comes to at one latency."""
     on, goal = fleet(hop_s, share), GOALS[share]
@@ -130,6 +178,9 @@ def main() -> int:
         rows.append(row_of(hop_s, share, budget_s=args.budget))
         if not args.json:
             print(f"{rows[-1].what}: {rows[-1].value:.4f} s, {rows[-1].ratio:.3f} of {rows[-1].against}")
+    rows.append(row_of_memory(budget_s=args.budget))
+    if not args.json:
+        print(f"{rows[-1].what}: {rows[-1].value} bytes, {rows[-1].ratio:.3f} of {rows[-1].against}")
     return finish("schedules", rows)
 
 

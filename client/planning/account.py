@@ -64,15 +64,6 @@ def _placed(
     )
 
 
-def peak_held(problem: Problem, routing: Routing) -> I64:
-    """(num_chunks,) the most microbatches that each chunk holds at once, between forward and backward."""
-    held, peak = np.zeros((2, problem.num_chunks), dtype=np.int64)
-    for op in placed_ops(problem, routing):
-        held[op.chunk] += op.kind.row.slots
-        peak[op.chunk] = max(peak[op.chunk], held[op.chunk])
-    return peak
-
-
 def transfer_counts(problem: Problem, routing: Routing) -> I64:
     """(num_workers, num_workers) boundary tensors from row to column in a step, activations and gradients."""
     counts = np.zeros((problem.num_workers, problem.num_workers), dtype=np.int64)

@@ -70,7 +70,7 @@ def _searched(
 ) -> Iterator[Message]:
     """Plans, each better than the one before."""
     from client.planning.first import first_plan
-    from skein.plan.route.orders import named_orders
+    from skein.plan.route.orders import fitting_orders
     from skein.plan.route.search import Search
 
     problem = case.searched
@@ -86,7 +86,7 @@ def _searched(
         yield MethodRefused(reason=begun.reason)
         return
     yield _news(begun, errand.seed)
-    for _, routing in named_orders(problem, begun.routing.worker_of, begun.routing.path):
+    for _, routing in fitting_orders(problem, begun.routing.worker_of, begun.routing.path):
         search.consider(routing)
     told_s = begun.jittered_s
     if search.best is not None and search.best.jittered_s < told_s:

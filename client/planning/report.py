@@ -10,7 +10,6 @@ from client.planning.account import (
     CriticalWay,
     critical_way,
     holders_of,
-    peak_held,
     reduction_bytes,
     transfer_counts,
     visited,
@@ -21,6 +20,7 @@ from client.planning.members import PortfolioStanding
 from client.planning.messages import SEARCH, Bounded, Objective, PlanFound
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.problem import Problem, Routing, Timeline
+from skein.plan.route.room import peak_held
 from skein.topology.doubts import LinkDoubt
 
 _MARGIN = 1e-9

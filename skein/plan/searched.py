@@ -6,9 +6,9 @@ Rules of this file
   a search on a machine that is too slow for it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 
@@ -31,9 +31,10 @@ from skein.plan.replan.routing import always
 from skein.plan.route.bounds.bound import Bound, Effort, lower_bound
 from skein.plan.route.evaluate import jittered_mean_s
 from skein.plan.route.job_problem import Posed, pose, resized
-from skein.plan.route.orders import named_orders
+from skein.plan.route.orders import NamedStart, named_orders
 from skein.plan.route.plan_routing import routing_of
 from skein.plan.route.problem import I64, Problem, Routing
+from skein.plan.route.room import Crowded, with_room
 from skein.plan.route.rounds import slices
 from skein.plan.route.search import NUM_JITTERS, Found, Search
 from skein.topology.doubts import questioned_links
@@ -45,7 +46,9 @@ OPS_PER_S = 5e7
 """Ops that a search runs in a second, on a slow core: what a budget in seconds is worth."""
 
 _NUM_CLOSE, _CLOSE = 2, 1.1
-"""Ways to settle what a job leaves open that share the budget: so many, if they begin so near to the shortest."""
+"""Ways to settle what a job leaves open that share the budget: so many, if they begin so near to the shortest.
+
+An order with slots of its own shares it too, if it is so near to those in even slots."""
 _NUM_LOST = 2
 """Starts that a plan tells of beside the best one."""
 _Started = Sequence[tuple[float, str]]
@@ -115,6 +118,32 @@ def _settled_so(hunt: "_Hunt", others: "list[tuple[_Hunt, Plan]]") -> Clause:
     """Clause about what the job left open, and what would have come next."""
     lost = "; ".join(f"{x.manner} {plan.predicted_step_s:.3g} s" for x, plan in others[:_NUM_LOST])
     return Clause(f"{hunt.manner} rather than {lost} before the search")
+
+
+def _begun_s(search: Search) -> float:
+    return math.inf if search.best is None else search.best.cost_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Beginning:
+    """Searches that have a start, each with its problem; how long the starts are, and who lacks room for others.
+
+    The second search, if any, has slots of its own for one order, and begins close to the first one or below.
+    """
+
+    searches: tuple[tuple[Posed, Search], ...]
+    started: _Started
+    lacking: Mapping[str, Crowded]
+
+    def crowded(self, pool: Pool) -> Iterator[Clause]:
+        """Clause about the orders that lack least."""
+        nearest = sorted(self.lacking.items(), key=lambda x: (x[1].needed - x[1].has, x[0]))[:_NUM_LOST]
+        told = "; ".join(
+            f"{name}, needs {counted(x.needed, 'slot')} on {pool.workers[x.worker]}, has {x.has}"
+            for name, x in nearest
+        )
+        if told:
+            yield Clause(f"no memory: {told}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,38 +231,55 @@ class _Hunt:
         held, loads = self.held, stage_loads(self.job, plan.stages)
         move_s = None if held is None else held.move_s(plan.stages, loads, self.pool)
         posed = pose(self.job, self.fleet, plan, self.pool, move_s=move_s)
-        if (posed.problem.slots[posed.worker_of, posed.problem.stage_of] < 1).any():
+        beginning = self._begun(posed, plan)
+        if not beginning.searches:
             return plan
-        search = Search(posed.problem, seed=self.seed)
-        own = routing_of(plan, posed)
-        orders = chain(
-            named_orders(posed.problem, posed.worker_of, posed.path),
-            () if own is None else (("its own", own),),
-        )
-        founds = ((search.consider(routing), name) for name, routing in orders)
-        least_s: dict[str, float] = {}
-        for found, name in founds:
-            if found is not None:
-                least_s[name] = min(found.jittered_s, least_s.get(name, found.jittered_s))
-        if not least_s:
-            return plan
-        started = sorted((seconds, name) for name, seconds in least_s.items())
+        searches = list(beginning.searches)
         # Other numbers of holders would move state, so they are tried only where nothing is held.
         other = None if held is not None else resized(posed)
-        num_moves = num_moves_in(budget_s, posed.problem.num_ops) // (1 if other is None else 2)
-        best = self._searched(search, num_moves)
         if other is not None:
-            search = Search(other.problem, seed=self.seed)
-            search.begin()
-            found = self._searched(search, num_moves)
-            if found is not None and (best is None or found.cost_s < best.cost_s):
-                posed, best = other, found
-        assert best is not None
-        better = plan_of(self.job, plan, posed, best, started=started)
+            searches.append((other, Search(other.problem, seed=self.seed)))
+            searches[-1][1].begin()
+        num_moves = num_moves_in(budget_s, posed.problem.num_ops) // len(searches)
+        founds = [(at, self._searched(search, num_moves)) for at, search in searches]
+        posed, best = min(
+            ((at, found) for at, found in founds if found is not None), key=lambda x: x[1].cost_s
+        )
+        better = plan_of(self.job, plan, posed, best, started=beginning.started)
+        better = replace(better, reason=better.reason.then(*beginning.crowded(posed.pool)))
         better = self._joined(better, plan if held is None else held.plan, posed)
         moved = () if held is None else held.moved(better, loads)
         better = replace(better, reason=better.reason.then(*moved, *_doubted(self.fleet, posed)))
         return self._timed(better, posed) or plan
+
+    def _begun(self, posed: Posed, plan: Plan) -> "_Beginning":
+        """Beginning of a search of `posed`: orders by name, and that of `plan` itself."""
+        own, problem = routing_of(plan, posed), posed.problem
+        starts = [*named_orders(problem, posed.worker_of, posed.path)]
+        if own is not None:
+            starts.append(NamedStart(name="its own", routing=own, within=with_room(problem, own)))
+        searches = [even := Search(problem, seed=self.seed)]
+        least_s: dict[str, float] = {}
+        crowded: dict[str, Crowded] = {}
+        for start in starts:
+            if isinstance(start.within, Crowded):
+                crowded.setdefault(start.name, start.within)
+                continue
+            search = even if start.within is problem else Search(start.within, seed=self.seed)
+            found = search.consider(start.routing)
+            if found is not None:
+                least_s[start.name] = min(found.jittered_s, least_s.get(start.name, found.jittered_s))
+                searches += [] if search is even else [search]
+        roomy = sorted(searches[1:], key=_begun_s)[:1]
+        return _Beginning(
+            searches=tuple(
+                (replace(posed, problem=search.problem), search)
+                for search in (even, *roomy)
+                if search.best is not None and _begun_s(search) <= _CLOSE * _begun_s(even)
+            ),
+            started=tuple(sorted((seconds, name) for name, seconds in least_s.items())),
+            lacking={name: x for name, x in crowded.items() if name not in least_s},
+        )
 
     def _searched(self, search: Search, num_moves: int) -> Found | None:
         for slice_ in slices(num_moves, search.problem.num_ops):
@@ -265,7 +311,9 @@ def searched_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
         return None
     at_work = working(plan, set(pool.workers))
     silent_s = slower_s(at_work, job, pool, [x.chunk for x in plan.chunks])
-    return jittered_mean_s(posed.problem, routing, num_draws=NUM_JITTERS) + silent_s
+    room = with_room(posed.problem, routing)
+    assert isinstance(room, Problem), "it is a routing of the plan"
+    return jittered_mean_s(room, routing, num_draws=NUM_JITTERS) + silent_s
 
 
 def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: _Started) -> Plan:
@@ -291,7 +339,9 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: _S
         pool.speeds / np.maximum(num_held, 1),
         pool,
     )
-    bound = lower_bound(problem, effort=Effort.SIMPLE)
+    # Slots of the order's own are no reason why another order could not be shorter.
+    widest = replace(problem, slots=np.maximum(problem.slots, posed.even_slots))
+    bound = lower_bound(widest, effort=Effort.SIMPLE)
     slots = _slots(problem, routing, refs)
     return replace(
         base,

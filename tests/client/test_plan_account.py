@@ -8,7 +8,6 @@ import pytest
 from client.planning.account import (
     Wait,
     critical_way,
-    peak_held,
     placed_ops,
     reduction_bytes,
     transfer_counts,
@@ -17,6 +16,7 @@ from client.planning.files.instance import problem_of
 from skein.plan.ops import OpKind
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.problem import Problem, Routing
+from skein.plan.route.room import peak_held
 from skein.plan.route.search import Search
 from tests.support.instances import instance
 from tests.support.routing_rules import in_turn

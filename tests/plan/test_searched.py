@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench import schedules
 from skein.config.job import JobSpec, PlanSpec, SkipSpec
 from skein.model.reduced import reduced_by_group
 from skein.plan.balanced import balanced_step_s, make_balanced_plan, pool_of
@@ -261,3 +262,28 @@ def test_a_stage_that_lost_all_its_holders_gets_one_that_is_spared_elsewhere() -
     held = {x.chunk for x in before.chunks}
     moved = [x.chunk for x in plan.chunks if x.chunk not in held]
     assert {chunk.stage for chunk in moved} == {2}
+
+
+def test_v_half_is_reached_by_memory_alone_and_holds_three_quarters_of_1f1b_on_all_workers() -> None:
+    spec = schedules.job(2, "split", budget_s=0.01)
+    on, less = (
+        schedules.fleet(schedules.NEAR_S, 1 / 2, memory_bytes=schedules.halves_bytes(halves))
+        for halves in (schedules.HALVES, schedules.HALVES - 1)
+    )
+    plan = planned(spec, on)
+    held = schedules.planned_bytes(plan)
+    whole_bytes = 4 * max(load.slot_bytes for load in schedules.loads_of(1, "whole"))
+    assert "before the search (v_half" in str(plan.reason)
+    assert max(held) <= 0.80 * whole_bytes
+    assert max(held) <= 1.10 * min(held)
+    assert sorted(x.slots for x in plan.chunks) == [1, 2, 2, 3, 3, 4, 4, 5]
+    assert left_undone(plan) == ()
+    # Slots of its own are no reason to take it for another plan, or for one that cannot run.
+    assert searched_step_s(spec, on, plan) == pytest.approx(plan.predicted_step_s)
+    after = make_searched_plan(spec, on, plan, 0)
+    assert isinstance(after, Plan)
+    assert after.predicted_step_s <= 1.001 * plan.predicted_step_s
+    # In less memory the next order leads, and the reason says what this one lacks.
+    fallen = str(planned(spec, less).reason)
+    assert "before the search (v_min" in fallen
+    assert "no memory: v_half, in a V of 4 workers, needs 6 slots on w0, has 5" in fallen

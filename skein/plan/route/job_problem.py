@@ -13,20 +13,24 @@ from skein.plan.load import LEAST_SHARD_BYTES, StageLoad, stage_loads
 from skein.plan.paths import shares
 from skein.plan.place import Pool
 from skein.plan.plan import Infeasible, Plan
-from skein.plan.route.problem import F64, I64, Problem, Reduction
+from skein.plan.route.problem import F64, I64, Problem, Reduction, SharedMemory
 from skein.plan.route.start import first_paths
 from skein.topology.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Posed:
-    """The problem of improving `plan`, with its own answer: `worker_of` and `path` as in `Routing`."""
+    """The problem of improving `plan`, with its own answer: `worker_of` and `path` as in `Routing`.
+
+    `even_slots` are the slots where the chunks of a worker share its memory equally; the problem may have others.
+    """
 
     problem: Problem
     pool: Pool
     loads: tuple[StageLoad, ...]
     worker_of: I64
     path: I64
+    even_slots: I64
 
 
 def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | None = None) -> Posed:
@@ -60,6 +64,8 @@ def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | No
     most_held = int(np.bincount(worker_of).max())
     output_bytes = float(max((load.output_bytes for load in loads[:-1]), default=0))
     wire_s = output_bytes / pool.links.bytes_per_s
+    memory = _memory(loads, num_stages, pool)
+    even_slots = _even_slots(memory, most_held, job.batch.num_microbatches)
     problem = Problem(
         name=job.name,
         layout=plan.layout,
@@ -74,13 +80,16 @@ def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | No
         weight_s=weight_s[:, :num_stages],
         transfer_s=pool.links.latency_s + wire_s,
         wire_s=wire_s,
-        slots=_slots(loads, num_stages, most_held, pool, job.batch.num_microbatches),
+        slots=even_slots,
+        memory=memory,
         reduction=_reduction(job, plan, pool),
         move_s=move_s,
         chunks_per_worker=most_held,
         is_split=any(path.split for path in plan.paths),
     )
-    return Posed(problem=problem, pool=pool, loads=loads, worker_of=worker_of, path=path)
+    return Posed(
+        problem=problem, pool=pool, loads=loads, worker_of=worker_of, path=path, even_slots=even_slots
+    )
 
 
 def resized(posed: Posed) -> Posed | None:
@@ -111,17 +120,22 @@ def work_s(problem: Problem) -> F64:
     return seconds
 
 
-def _slots(loads: Sequence[StageLoad], num_stages: int, most_held: int, pool: Pool, most: int) -> I64:
+def _memory(loads: Sequence[StageLoad], num_stages: int, pool: Pool) -> SharedMemory:
+    fixed_bytes = [load.fixed_bytes for load in loads[:num_stages]]
+    if num_stages < len(loads):
+        fixed_bytes[0] += loads[-1].memory_bytes(1)  # the head of LOOP
+    return SharedMemory(
+        memory_bytes=pool.memory_bytes.astype(np.int64),
+        fixed_bytes=np.array(fixed_bytes, np.int64),
+        slot_bytes=np.array([max(1, load.slot_bytes) for load in loads[:num_stages]], np.int64),
+    )
+
+
+def _even_slots(memory: SharedMemory, most_held: int, most: int) -> I64:
     """Slots by worker and stage, where as many chunks as the fullest worker holds share each memory equally."""
-    share_bytes = pool.memory_bytes // most_held
-    columns = []
-    for stage in range(num_stages):
-        load = loads[stage]
-        fixed_bytes = load.fixed_bytes
-        if stage == 0 and num_stages < len(loads):
-            fixed_bytes += loads[-1].memory_bytes(1)  # the head of LOOP
-        columns.append((share_bytes - fixed_bytes) // max(1, load.slot_bytes))
-    return np.clip(np.stack(columns, axis=1), 0, most).astype(np.int64)
+    share_bytes = memory.memory_bytes[:, None] // most_held
+    slots: I64 = np.clip((share_bytes - memory.fixed_bytes) // memory.slot_bytes, 0, most)
+    return slots
 
 
 def _reduction(job: JobSpec, plan: Plan, pool: Pool) -> Reduction:

@@ -3,7 +3,8 @@
 Pipelines in which every microbatch visits all stages fall into chains; the ops of a chain are put in order by the
 generators of `skein.plan.route.schedules`, for the placement that is given and for others of the same stages: adjacent
 ones on each worker, in a loop, or in a V. A whole backward of theirs is an input op and a weight op at once where the
-problem's are split. Where paths skip stages there are no chains, and first come, first served remains.
+problem's are split. Where paths skip stages there are no chains, and first come, first served remains. An order that
+the problem's slots are too few for has slots of its own, where memory has room for these.
 """
 
 from collections import deque
@@ -21,6 +22,7 @@ from skein.plan.route.evaluate import ordered
 from skein.plan.route.kernels.arrays import num_seats
 from skein.plan.route.plan_routing import in_time
 from skein.plan.route.problem import I64, Problem, Routing
+from skein.plan.route.room import Crowded, may_hold, with_room
 from skein.plan.route.schedules.named import NAMED_ORDERS
 from skein.plan.route.schedules.shape import Orders, PipelinePlacement, Shape
 from skein.plan.route.schedules.split import one_f_one_i
@@ -41,22 +43,38 @@ _Ways = Mapping[int, Sequence[tuple[int, int]]]
 """Ops of each worker, in order, as (microbatch, number)."""
 
 
-def named_orders(problem: Problem, worker_of: I64, path: I64) -> Iterator[tuple[str, Routing]]:
-    """Routings of these paths by name, in every order that can be made, at this placement first.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NamedStart:
+    """A routing by the name of its order, in a problem that has slots for it, or else who is too crowded for it."""
 
-    Whether first come, first served keeps to the slots is left to who runs it.
-    """
+    name: str
+    routing: Routing
+    within: Problem | Crowded
+
+
+def fitting_orders(problem: Problem, worker_of: I64, path: I64) -> Iterator[tuple[str, Routing]]:
+    """Routings of these paths by name, in every order for which the slots of `problem` itself suffice."""
+    for start in named_orders(problem, worker_of, path):
+        if start.within is problem:
+            yield start.name, start.routing
+
+
+def named_orders(problem: Problem, worker_of: I64, path: I64) -> Iterator[NamedStart]:
+    """Starts of these paths, in every order that can be made, at this placement first."""
     chains = _chains(problem, path)
     for where, placed in _placements(problem, worker_of, chains):
         first = ordered(problem, placed, path)
         if first is not None:
-            yield FIRST_COME + where, first
+            yield NamedStart(name=FIRST_COME + where, routing=first, within=problem)
         for name, ways in _named_ways(problem, placed, chains):
             sequence = _sequence(problem, ways)
-            if sequence is not None:
-                found = in_time(problem, Routing(worker_of=placed, path=path, sequence=sequence))
-                if found is not None:
-                    yield name + where, found
+            if sequence is None:
+                continue
+            routing = Routing(worker_of=placed, path=path, sequence=sequence)
+            room = with_room(problem, routing)
+            found = routing if isinstance(room, Crowded) else in_time(room, routing)
+            if found is not None:
+                yield NamedStart(name=name + where, routing=found, within=room)
 
 
 def _chains(problem: Problem, path: I64) -> _Chains:
@@ -75,9 +93,9 @@ def _placements(problem: Problem, worker_of: I64, chains: _Chains) -> Iterator[t
     yield "", worker_of
     known = {worker_of.tobytes()}
     for where, placed in _others(problem, worker_of, chains) if chains and problem.num_ops <= _LONG else ():
-        has_room = (problem.slots[placed, problem.stage_of] > 0).all()
         most_held = num_seats(problem) // problem.num_workers
-        if has_room and np.bincount(placed).max() <= most_held and placed.tobytes() not in known:
+        is_new = placed.tobytes() not in known
+        if is_new and np.bincount(placed).max() <= most_held and may_hold(problem, placed):
             known.add(placed.tobytes())
             yield where, placed
 

@@ -13,6 +13,7 @@ from skein.plan.route.evaluate import timeline
 from skein.plan.route.job_problem import Posed
 from skein.plan.route.kernels.arrays import op_seconds
 from skein.plan.route.problem import I64, Problem, Routing
+from skein.plan.route.room import Crowded, with_room
 from skein.types import WorkerId
 
 _NUM_SORTINGS = 16
@@ -22,6 +23,8 @@ _NUM_SORTINGS = 16
 def routing_of(plan: Plan, posed: Posed) -> Routing | None:
     """The routing that `plan` is, if each worker keeps to its list; None if some list cannot be kept to so strictly.
 
+    Where the slots of `posed` are too few for it, `with_room` has those that it needs.
+
     Args:
         plan: whose problem `posed` is.
         posed: with the plan's own placement and paths.
@@ -29,7 +32,9 @@ def routing_of(plan: Plan, posed: Posed) -> Routing | None:
     sequence = listed_sequence(plan)
     if sequence is None:
         return None
-    return in_time(posed.problem, Routing(worker_of=posed.worker_of, path=posed.path, sequence=sequence))
+    routing = Routing(worker_of=posed.worker_of, path=posed.path, sequence=sequence)
+    room = with_room(posed.problem, routing)
+    return None if isinstance(room, Crowded) else in_time(room, routing)
 
 
 def listed_sequence(plan: Plan) -> I64 | None:

@@ -58,6 +58,21 @@ class Reduction:
         return (num_holders - 1) * num_bytes / num_shards
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedMemory:
+    """Memory that the chunks of a worker share, in bytes.
+
+    Args:
+        memory_bytes: (num_workers,)
+        fixed_bytes: (num_stages,) of a chunk without its slots.
+        slot_bytes: (num_stages,) of each of its slots.
+    """
+
+    memory_bytes: I64
+    fixed_bytes: I64
+    slot_bytes: I64
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
     """A step to be planned. Times in seconds; workers are numbered 0 ... num_workers - 1.
@@ -78,6 +93,7 @@ class Problem:
         wire_s: same shape, seconds of it that sender's uplink and receiver's downlink carry nothing else; all zero:
             links carry any number of transfers at once.
         slots: (num_workers, num_stages) microbatches that a chunk may hold between forward and backward.
+        memory: what an order may have slots of its own out of; None: it may not.
         reduction: None if aggregation is left out.
         move_s: (num_workers, num_stages) what it costs to bring a stage to a worker, spread over the steps to come; 0
             where it is held already. None: all 0.
@@ -99,6 +115,7 @@ class Problem:
     transfer_s: F64
     wire_s: F64
     slots: I64
+    memory: SharedMemory | None = None
     reduction: Reduction | None = None
     move_s: F64 | None = None
     chunks_per_worker: int | None = None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from skein.plan.route.evaluate import timeline
-from skein.plan.route.orders import DEEP, FIRST_COME, named_orders
+from skein.plan.route.orders import DEEP, FIRST_COME, fitting_orders
 from skein.plan.route.problem import Problem
 from skein.types import Layout
 
@@ -54,7 +54,7 @@ def steps(problem: Problem) -> dict[str, float]:
     row = [*range(problem.num_stages), *([0] if problem.layout is Layout.LOOP else [])]
     path = np.array([row] * problem.num_microbatches)
     found: dict[str, float] = {}
-    for name, routing in named_orders(problem, worker_of, path):
+    for name, routing in fitting_orders(problem, worker_of, path):
         found[name] = min(found.get(name, math.inf), timeline(problem, routing).step_s)
     return found
 
@@ -117,7 +117,7 @@ def test_paths_that_skip_have_no_order_by_name_but_first_come() -> None:
     problem = pipeline(4, 4, hop_s=0.0, slots=4, layout=Layout.LOOP)
     worker_of, path = np.arange(4), np.array([[0, 1, 2, 0], [0, 2, 3, 0], [0, 1, 3, 0], [0, 1, 2, 0]])
     short = replace(problem, path_len=3)
-    assert [name for name, _ in named_orders(short, worker_of, path)] == [FIRST_COME]
+    assert [name for name, _ in fitting_orders(short, worker_of, path)] == [FIRST_COME]
 
 
 def test_a_loop_has_the_same_orders_with_its_losses_in_between() -> None:
