@@ -21,6 +21,7 @@ from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
 from skein.plan.changing.clauses import About, Clause, Clauses
+from skein.plan.changing.easing import with_cure
 from skein.plan.changing.leeway import is_settled, settled, settlings, weighed_s
 from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import too_few, violations
@@ -270,7 +271,7 @@ def _plan_afresh(setting: Setting, even: tuple[StageSpec, ...]) -> Plan | Infeas
         return _finish(setting, even, seating, None)
     fitting = cut_under_memory(setting.job, setting.pool)
     if isinstance(fitting, Infeasible):
-        return fitting
+        return with_cure(fitting, setting.job, setting.pool)
     seating = reseat(setting.demand(fitting.stages), setting.pool, enumerate(fitting.worker_by_stage))
     assert seating is not None, "every stage has a worker with room for it"
     return _finish(setting, fitting.stages, seating, None)

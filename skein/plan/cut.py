@@ -160,7 +160,7 @@ def cut_under_memory(job: JobSpec, pool: Pool) -> FittingCut | Infeasible:
     if nearest is None or runs is None:
         reason = f"{len(job.layers)} layers are too many to cut by the bytes of {len(pool.workers)} workers"
         return Infeasible(reason=f"{reason}: set fewer parallel.stages, or add workers")
-    return Infeasible(reason=_shortage(pool, nearest, runs))
+    return _shortage(pool, nearest, runs)
 
 
 def check_num_stages(num_layers: int, num_stages: int, layout: Layout) -> None:
@@ -405,8 +405,8 @@ def _fitting(job: JobSpec, pool: Pool, programme: _Programme, runs: Sequence[_Ru
     )
 
 
-def _shortage(pool: Pool, programme: _Programme, runs: Sequence[_Run]) -> str:
-    """The first stage and worker that do not fit, of these runs, and how much is missing."""
+def _shortage(pool: Pool, programme: _Programme, runs: Sequence[_Run]) -> Infeasible:
+    """Refusal that names the first stage and worker that do not fit, of these runs, and how much is missing."""
     stops = _stops([programme.shares(run) for run in runs])
     reached = 0
     for (kind, held), ends in zip(runs, pairwise((0, *stops)), strict=True):
@@ -418,6 +418,6 @@ def _shortage(pool: Pool, programme: _Programme, runs: Sequence[_Run]) -> str:
     which = f"stage {reached} needs" if held == 1 else f"stages {reached} to {reached + held - 1} need"
     needs = f"{which} {format_bytes(int(needed))} ({int(needed)} bytes) of memory"
     has = f"{pool.workers[worker]} has {format_bytes(int(there_is))} ({int(there_is)} bytes)"
-    return (
-        f"{needs} and {has}: {format_bytes(int(needed - there_is))} are missing in the cut that comes nearest"
-    )
+    missing_bytes = math.ceil(needed - there_is)
+    reason = f"{needs} and {has}: {format_bytes(missing_bytes)} are missing in the cut that comes nearest"
+    return Infeasible(reason=reason, missing_bytes=missing_bytes)

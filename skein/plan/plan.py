@@ -208,6 +208,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infeasible:
-    """No plan exists for this job on this fleet; `reason` says what lacks."""
+    """No plan exists for this job on this fleet; `reason` says what lacks, of memory also how many bytes (else 0)."""
 
     reason: str
+    missing_bytes: int = 0

@@ -87,26 +87,27 @@ def make_searched_plan(
         return make_balanced_plan(job, fleet, previous, seed)
     held = None if previous is None else Held(plan=previous, steps_left=steps_left)
     hunts: list[tuple[_Hunt, Plan]] = []
+    refused: list[tuple[JobSpec, Infeasible]] = []
     for spec in settlings(job, previous):
         plan = make_balanced_plan(spec, fleet, previous, seed)
         if isinstance(plan, Infeasible):
-            lacking = plan
+            refused.append((spec, plan))
             continue
         pool = pool_of(spec, fleet)
         hunts.append(
             (_Hunt(job=spec, fleet=fleet, pool=pool, seed=seed, may_go_on=may_go_on, held=held), plan)
         )
     if not hunts:
-        return lacking
+        return min((x for _, x in refused), key=lambda x: x.missing_bytes or math.inf)
     if len(hunts) == 1:
         [(hunt, plan)] = hunts
-        return hunt.found(plan, previous)
+        return _telling(hunt.found(plan, previous), refused)
     ranked = sorted(((x, x.improved(plan, 0.0)) for x, plan in hunts), key=_weighed_s)
     close = [x for x in ranked[:_NUM_CLOSE] if _weighed_s(x) <= _CLOSE * _weighed_s(ranked[0])]
     found = [(x, x.sharing(len(close)).found(plan, previous)) for x, plan in close]
     best, plan = min(found, key=_weighed_s)
     others = [x for x in ranked if x[0] is not best]
-    return replace(plan, reason=plan.reason.then(_settled_so(best, others)))
+    return _telling(replace(plan, reason=plan.reason.then(_settled_so(best, others))), refused)
 
 
 def _weighed_s(way: "tuple[_Hunt, Plan]") -> float:
@@ -114,10 +115,28 @@ def _weighed_s(way: "tuple[_Hunt, Plan]") -> float:
     return weighed_s(hunt.job, plan)
 
 
+def _telling(plan: Plan, refused: Sequence[tuple[JobSpec, Infeasible]]) -> Plan:
+    """The plan with the ways to settle the job that do not fit, and the first one's reason."""
+    if not refused:
+        return plan
+    (job, first), *others = refused
+    return replace(
+        plan, reason=plan.reason.saying(Clause(f"not {_manner(job)}{and_more(others)}: {first.reason}"))
+    )
+
+
+def _manner(job: JobSpec) -> str:
+    """Manner in which a job's model is cut and its gradients are made, in words."""
+    parallel = job.parallel
+    chunks = (parallel.num_stages - parallel.num_shards) // parallel.stages
+    shards = f", vocabulary {parallel.vocabulary.split} in shards" if parallel.num_shards else ""
+    return f"{counted(chunks, 'chunk')}{shards} and {job.plan.backward} backwards"
+
+
 def _settled_so(hunt: "_Hunt", others: "list[tuple[_Hunt, Plan]]") -> Clause:
     """Clause about what the job left open, and what would have come next."""
-    lost = "; ".join(f"{x.manner} {plan.predicted_step_s:.3g} s" for x, plan in others[:_NUM_LOST])
-    return Clause(f"{hunt.manner} rather than {lost} before the search")
+    lost = "; ".join(f"{_manner(x.job)} {plan.predicted_step_s:.3g} s" for x, plan in others[:_NUM_LOST])
+    return Clause(f"{_manner(hunt.job)} rather than {lost} before the search")
 
 
 def _begun_s(search: Search) -> float:
@@ -156,14 +175,6 @@ class _Hunt:
     seed: int
     may_go_on: Callable[[], bool]
     held: Held | None
-
-    @property
-    def manner(self) -> str:
-        """Manner in which the job's model is cut and its gradients are made, in words."""
-        parallel = self.job.parallel
-        chunks = (parallel.num_stages - parallel.num_shards) // parallel.stages
-        shards = f", vocabulary {parallel.vocabulary.split} in shards" if parallel.num_shards else ""
-        return f"{counted(chunks, 'chunk')}{shards} and {self.job.plan.backward} backwards"
 
     def sharing(self, count: int) -> "_Hunt":
         """The same with its part of a budget that so many share."""

@@ -300,9 +300,19 @@ def test_too_little_memory_names_stage_need_and_what_there_is() -> None:
     assert isinstance(plan, Infeasible)
     assert re.fullmatch(
         r"stage 0 needs 2\.2 MiB \(2269696 bytes\) of memory and w0 has 1000 B \(1000 bytes\): "
-        r"2\.2 MiB are missing in the cut that comes nearest",
+        r"2\.2 MiB are missing in the cut that comes nearest, "
+        r"and batch\.microbatch_samples: 1 frees most, 2\d\d\.\d KiB of it",
         plan.reason,
     )
+
+
+def test_the_setting_that_is_named_as_the_cure_is_one() -> None:
+    spec = job(stages=2, replicas=1, num_layers=8, is_tied=False)
+    on = fleet([1e10] * 4, memory_bytes=int(whole_model_bytes(spec) * 0.4))
+    plan = make_balanced_plan(spec, on, None, 0)
+    assert isinstance(plan, Infeasible)
+    assert plan.reason.endswith("and parallel.stages: 4 frees most, all of it")
+    planned(job(stages=4, replicas=1, num_layers=8, is_tied=False), on)
 
 
 def test_the_stage_that_needs_most_memory_goes_to_the_only_worker_with_room_for_it() -> None:

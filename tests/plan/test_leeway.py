@@ -6,6 +6,8 @@ from skein.config.job import JobSpec, ParallelSpec, PlanSpec, SkipSpec
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.changing.leeway import is_settled, settled, settlings
 from skein.plan.check import violations
+from skein.plan.cut import cut
+from skein.plan.load import stage_loads
 from skein.plan.ops import OpKind
 from skein.plan.plan import Plan
 from skein.plan.searched import make_searched_plan, searched_step_s
@@ -95,3 +97,16 @@ def test_a_plan_of_another_cut_than_a_job_may_have_is_not_taken() -> None:
     plan = make_balanced_plan(other, on, None, 0)
     assert isinstance(plan, Plan)
     assert violations(plan, spec, on) == ("12 stages, the job asks for 4",)
+
+
+def test_ways_that_do_not_fit_are_told_with_what_is_missing() -> None:
+    spec = open_job()
+    [one, *_] = settlings(spec, None)
+    loads = stage_loads(one, cut(one.layers, 4, Layout.LINE))
+    on = fleet([1e9] * 4, memory_bytes=max(load.memory_bytes(1) for load in loads))
+    reason = str(planned(spec, on).reason)
+    assert "not 1 chunk and split backwards and 4 more: stage" in reason
+    assert "not 4 chunks and whole backwards and 1 more: stages 4 to 7 need" in reason
+    assert (
+        "192.0 KiB are missing in the cut that comes nearest, and batch.microbatch_samples: 1 frees" in reason
+    )
