@@ -419,5 +419,7 @@ def _shortage(pool: Pool, programme: _Programme, runs: Sequence[_Run]) -> Infeas
     needs = f"{which} {format_bytes(int(needed))} ({int(needed)} bytes) of memory"
     has = f"{pool.workers[worker]} has {format_bytes(int(there_is))} ({int(there_is)} bytes)"
     missing_bytes = math.ceil(needed - there_is)
-    reason = f"{needs} and {has}: {format_bytes(missing_bytes)} are missing in the cut that comes nearest"
-    return Infeasible(reason=reason, missing_bytes=missing_bytes)
+    return Infeasible(
+        reason=f"{needs} and {has}: {format_bytes(missing_bytes)} are missing in the cut that comes nearest",
+        missing_bytes=missing_bytes,
+    )

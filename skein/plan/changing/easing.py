@@ -5,6 +5,7 @@ backwards are split, and how many stages there are where workers are left for mo
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from skein.config.job import JobSpec
 from skein.plan.cut import cut_under_memory, most_stages
@@ -24,7 +25,7 @@ def with_cure(lacking: Infeasible, job: JobSpec, pool: Pool) -> Infeasible:
     else:
         part = "all" if not left else format_bytes(lacking.missing_bytes - left)
         cure = f"{setting} frees most, {part} of it"
-    return Infeasible(reason=f"{lacking.reason}, and {cure}", missing_bytes=lacking.missing_bytes)
+    return replace(lacking, reason=", and ".join((lacking.reason, cure)))
 
 
 def _missing_bytes(job: JobSpec, pool: Pool) -> int:
