@@ -26,17 +26,18 @@ def peak_held(problem: Problem, routing: Routing) -> I64:
     hops = np.array([op.hop for op in problem.ops])
     taken = np.array([op.kind.row.slots for op in problem.ops])
     microbatches, numbers = np.divmod(routing.sequence, len(problem.ops))
-    chunks, changes = routing.path[microbatches, hops[numbers]], taken[numbers]
-    peaks = [changes[chunks == chunk].cumsum().max(initial=0) for chunk in range(problem.num_chunks)]
-    return np.array(peaks, np.int64)
+    chunks, peaks = routing.path[microbatches, hops[numbers]], np.zeros(problem.num_chunks, np.int64)
+    # Each chunk gives back all that it takes, so one sum over all, chunk by chunk, begins each at 0.
+    by_chunk = np.argsort(chunks, kind="stable")
+    np.maximum.at(peaks, chunks[by_chunk], taken[numbers[by_chunk]].cumsum())
+    return peaks
 
 
 def with_room(problem: Problem, routing: Routing) -> Problem | Crowded:
     """A problem that has slots for the routing's order: `problem` if that has, else one for this placement alone."""
     peaks = np.maximum(1, peak_held(problem, routing))
     chunks = routing.worker_of, problem.stage_of
-    lacks = peaks > problem.slots[chunks]
-    if not lacks.any():
+    if (peaks <= problem.slots[chunks]).all():
         return problem
     if problem.memory is None:
         return _crowded(routing.worker_of, peaks, problem.slots[chunks].astype(np.float64))
