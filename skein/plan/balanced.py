@@ -23,6 +23,7 @@ from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
 from skein.plan.changing.clauses import About, Clause, Clauses
 from skein.plan.changing.easing import with_cure
 from skein.plan.changing.leeway import is_settled, settled, settlings, weighed_s
+from skein.plan.changing.shards import shard_clauses
 from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import too_few, violations
 from skein.plan.clock.listed import timed_schedules
@@ -354,6 +355,8 @@ def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, p
         lower_bound_s=min(predicted_s, setting.lower_bound_s(stages, paths)),
         reason=Clauses(tuple(_reasons(setting.job, seating, step, slots, wanted, loads, previous))),
     )
+    for clause in shard_clauses(setting.job.model, plan):
+        plan = replace(plan, reason=plan.reason.saying(clause))
     before = () if previous is None else [x.chunk for x in previous.chunks]
     # After all else: no path, order or placement may depend on who holds silently.
     plan = with_silent(plan, setting.job, loads, pool, before)

@@ -18,6 +18,7 @@ from skein.plan.changing.clauses import Clause, Clauses
 from skein.plan.changing.leeway import settled, settlings, weighed_s
 from skein.plan.changing.moving import Held
 from skein.plan.changing.recut import recut, widths
+from skein.plan.changing.shards import shard_clauses
 from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import violations
 from skein.plan.clock.timing import op_times, with_times
@@ -354,7 +355,7 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: _S
     widest = replace(problem, slots=np.maximum(problem.slots, posed.even_slots))
     bound = lower_bound(widest, effort=Effort.SIMPLE)
     slots = _slots(problem, routing, refs)
-    return replace(
+    plan = replace(
         base,
         chunks=tuple(ChunkPlan(chunk=chunk, slots=slots.get(chunk, 1)) for chunk in chunks),
         paths=tuple(_path(refs, base, row, problem.split) for row in routing.path),
@@ -366,6 +367,7 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: _S
         lower_bound_s=bound.seconds,
         reason=_reason(base, posed, found, bound, started),
     )
+    return replace(plan, reason=plan.reason.then(*shard_clauses(job.model, plan)))
 
 
 def _doubted(fleet: Fleet, posed: Posed) -> Iterator[Clause]:

@@ -158,3 +158,15 @@ def test_a_job_without_shards_is_cut_as_ever() -> None:
     plain = sharded(VocabularySplit.OFF)
     assert len(cut_job(plain)) == 4
     assert not [x for stage in cut_job(plain) for x in rows_of(plain, stage)]
+
+
+def test_a_plans_reason_says_who_holds_which_rows() -> None:
+    spec, on = sharded(VocabularySplit.BOTH), fleet([1e9] * 4)
+    searched = spec.model_copy(update={"plan": PlanSpec(budget_s=0.01)})
+    for plan in (planned(spec, on), make_searched_plan(searched, on, None, 0)):
+        assert isinstance(plan, Plan)
+        for end, stages in (("input", plan.stages[:4]), ("output", plan.stages[-4:])):
+            held = [(rows_of(spec, x), plan.holders(x.index)[0]) for x in stages]
+            told = [f"{rows[0].start} to {rows[-1].stop - 1} on {worker}" for rows, worker in held]
+            assert f"rows of the {end}: {', '.join(told)}" in str(plan.reason)
+    assert "rows of" not in str(planned(job(), on).reason)
