@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from skein.config.job import JobSpec
-from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.config.optimizer import AdadeltaSpec, AdamSpec, AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
 from skein.types import Precision, StageIndex, StageSpec
@@ -80,6 +80,10 @@ def torch_optimizer(spec: OptimizerSpec, params: Iterable[Tensor]) -> torch.opti
     match spec:
         case AdamWSpec():
             return torch.optim.AdamW(groups, lr=rate, betas=spec.betas, eps=spec.eps)
+        case AdamSpec():
+            return torch.optim.Adam(groups, lr=rate, betas=spec.betas, eps=spec.eps)
+        case AdadeltaSpec():
+            return torch.optim.Adadelta(groups, lr=rate, rho=spec.rho, eps=spec.eps)
         case SgdSpec():
             return torch.optim.SGD(groups, lr=rate, momentum=spec.momentum, nesterov=spec.nesterov)
         case LambSpec():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, Tag, model_validator
 
 from skein.config.explain import Words
-from skein.config.optimizer import LambSpec, OptimizerSpec, SgdSpec
+from skein.config.optimizer import GossipOptimizer, LambSpec, SgdSpec
 from skein.config.robust import CentredClip, NormClip, NoRobust, RobustSpec, check_robust
 from skein.config.rule import (
     Due,
@@ -327,6 +327,9 @@ class Gossip(RuleSpec):
     def check(self, job: "JobSpec") -> None:
         super().check(job)
         self._check_period(job, "every_steps", self.every_steps)
+        if not isinstance(job.optimizer, GossipOptimizer):
+            hint = "its momentum, or how it decays weights, is not gossip's to share: give adamw, sgd or lamb"
+            raise UserError("optimizer.name", job.optimizer.name, hint)
         if isinstance(job.optimizer, SgdSpec) and job.optimizer.nesterov:
             hint = f"{self.method} says itself where momentum goes: give false"
             raise UserError("optimizer.nesterov", Words("true"), hint)
@@ -337,7 +340,7 @@ class Gossip(RuleSpec):
             raise UserError("aggregation.robust.kind", self.robust.kind, hint)
 
 
-def _check_no_momentum(optimizer: OptimizerSpec) -> None:
+def _check_no_momentum(optimizer: GossipOptimizer) -> None:
     if isinstance(optimizer, SgdSpec):
         field, momentum = "momentum", optimizer.momentum
     else:

@@ -10,7 +10,7 @@ from typing import assert_never
 
 from skein.config.explain import Words
 from skein.config.job import JobSpec
-from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.config.optimizer import AdadeltaSpec, AdamSpec, AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.config.rule import Neighbourhood
 from skein.errors import UserError
 from skein.model.decoder import DecoderModel
@@ -56,8 +56,10 @@ def momentum_of(optimizer: OptimizerSpec) -> float:
     match optimizer:
         case SgdSpec():
             return optimizer.momentum
-        case AdamWSpec() | LambSpec():
+        case AdamWSpec() | AdamSpec() | LambSpec():
             return optimizer.betas[0]
+        case AdadeltaSpec():
+            return 0.0
         case _:
             assert_never(optimizer)
 

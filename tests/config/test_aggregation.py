@@ -78,6 +78,8 @@ WRONG = {
     ): "aggregation.every_steps: 401: the job ends before walkers meet: give at most budget.steps (400)",
     (LSGD, "data.validation_ratio=0"): "data.validation_ratio: 0: lsgd scores walkers on validation samples: "
     "give more than 0, such as 0.02",
+    (GOSSIP, "optimizer.name=adam"): "optimizer.name: 'adam': its momentum, or how it decays weights, "
+    "is not gossip's to share: give adamw, sgd or lamb",
     (GOSSIP, SGD, "optimizer.nesterov=true"): "optimizer.nesterov: true: "
     "decentlam says itself where momentum goes: give false",
     (

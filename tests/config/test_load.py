@@ -68,26 +68,31 @@ WRONG_VALUES = {
     "optimizer.betas=[0.9, 0.9, 0.9]": f"optimizer.betas: [0.9, 0.9, 0.9]: {BETAS}",
     "optimizer.betas=[0.9, 1]": f"optimizer.betas[1]: 1: {BETA}",
     "optimizer.clip_norm=0": "optimizer.clip_norm: 0: give a number above 0, or null",
-    "optimizer.name=sdg": "optimizer.name: 'sdg': give adamw, lamb or sgd; did you mean sgd?",
-    "optimizer=7": "optimizer: 7: give a mapping whose name is adamw, lamb or sgd",
+    "optimizer.name=sdg": "optimizer.name: 'sdg': give adadelta, adam, adamw, lamb or sgd; did you mean sgd?",
+    "optimizer=7": "optimizer: 7: give a mapping whose name is adadelta, adam, adamw, lamb or sgd",
     "optimizer={name: sgd, betas: [0.9, 0.9]}": "optimizer.betas: [0.9, 0.9]: no such key: "
-    "it belongs to name: adamw or lamb; with name: sgd here are "
-    "learning_rate, schedule, final_learning_rate_ratio, warmup_steps, weight_decay, "
+    "it belongs to name: adam, adamw or lamb; with name: sgd here are "
+    "learning_rate, schedule, final_learning_rate_ratio, drop_every_steps, drop_ratio, warmup_steps, weight_decay, "
     "clip_norm, name, momentum, nesterov",
     "optimizer={name: sgd, momentum: 0, nesterov: true}": "optimizer.nesterov: True: give false, or a momentum above 0",
     "optimizer={name: lamb, min_ratio: 20}": "optimizer.min_ratio: 20.0: give at most max_ratio (10)",
     "optimizer={min_ratio: 20}": "optimizer.min_ratio: 20: no such key: "
     "it belongs to name: lamb; with name: adamw here are learning_rate, schedule, "
-    "final_learning_rate_ratio, warmup_steps, weight_decay, clip_norm, name, betas, eps",
+    "final_learning_rate_ratio, drop_every_steps, drop_ratio, warmup_steps, weight_decay, clip_norm, name, betas, eps",
     "aggregation={rule: gossip, method: decentlm}": "aggregation.method: 'decentlm': "
     "give decentlam, dsgd, dmsgd, da_dmsgd or qg_dmsgd; did you mean decentlam?",
     "aggregation={rule: DiLoCo}": "aggregation.rule: 'DiLoCo': "
     "give all_reduce, diloco, gossip, lsgd, one_bit_adam or one_bit_lamb; did you mean diloco?",
     "aggregation={local_steps: 50}": "aggregation.local_steps: 50: no such key: "
     "it belongs to rule: diloco; with rule: all_reduce here are rule, wire, pattern, robust",
-    "optimizer.schedule=step": "optimizer.schedule: 'step': give cosine, linear or constant",
+    "optimizer.schedule=steps": "optimizer.schedule: 'steps': "
+    "give cosine, linear, constant or step; did you mean step?",
+    "optimizer.schedule=step": "optimizer.schedule: 'step': give drop_every_steps too, such as 1000",
+    "optimizer.drop_every_steps=9": "optimizer.drop_every_steps: 9: "
+    "schedule cosine drops nothing: leave it away, or give schedule: step",
     "optimizer.lerning_rate=0.1": "optimizer.lerning_rate: 0.1: no such key: did you mean learning_rate? here are "
-    "learning_rate, schedule, final_learning_rate_ratio, warmup_steps, weight_decay, clip_norm, name, betas, eps",
+    "learning_rate, schedule, final_learning_rate_ratio, drop_every_steps, drop_ratio, warmup_steps, "
+    "weight_decay, clip_norm, name, betas, eps",
     "learning_rate=0.1": f"learning_rate: 0.1: no such key: did you mean optimizer.learning_rate? here are {TOP}",
     "steps=5": f"steps: 5: no such key: did you mean budget.steps? here are {TOP}",
     "zebra=[]": f"zebra: []: no such key: here are {TOP}",

@@ -4,6 +4,7 @@ from itertools import pairwise
 from typing import Literal
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +49,24 @@ def test_a_line_falls_by_the_same_at_every_step() -> None:
 def test_a_constant_rate_stays_at_the_peak_after_its_warm_up() -> None:
     optimizer = spec(warmup_steps=2, schedule="constant")
     assert [learning_rate(optimizer, step, 5) for step in range(5)] == [1e-3, 2e-3, 2e-3, 2e-3, 2e-3]
+
+
+def test_steps_are_those_of_torch() -> None:
+    steps = AdamWSpec(learning_rate=2e-3, warmup_steps=0, schedule="step", drop_every_steps=4, drop_ratio=0.3)
+    rates = [learning_rate(steps, step, 20) for step in range(20)]
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2e-3)
+    reference = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.3)
+    for rate in rates:
+        assert rate == pytest.approx(
+            reference.get_last_lr()[0], rel=1e-14
+        )  # torch multiplies one after the other
+        optimizer.step()
+        reference.step()
+
+
+def test_drops_are_counted_from_the_end_of_the_warm_up() -> None:
+    steps = AdamWSpec(learning_rate=1.0, warmup_steps=3, schedule="step", drop_every_steps=2, drop_ratio=0.5)
+    assert [learning_rate(steps, step, 7) for step in range(7)] == [1 / 3, 2 / 3, 1.0, 1.0, 1.0, 0.5, 0.5]
 
 
 def test_half_way_down_cosine_and_line_meet_and_before_it_the_cosine_is_above() -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.reference import torch_optimizer
-from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.config.optimizer import AdadeltaSpec, AdamSpec, AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.numeric.optim import elementwise
 from skein.numeric.optim.groups import decayed_names
 from skein.numeric.optim.optimizers import optimizer_of
@@ -84,6 +84,10 @@ ROWS = (
     row("adamw", AdamWSpec(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)),
     row("adamw without decay", AdamWSpec(betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0)),
     row("adamw without means", AdamWSpec(betas=(0.0, 0.0), eps=1e-3, weight_decay=0.01)),
+    row("adam", AdamSpec(name="adam", weight_decay=0.1)),
+    row("adam without decay", AdamSpec(name="adam", betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)),
+    row("adadelta", AdadeltaSpec(name="adadelta", weight_decay=0.1)),
+    row("adadelta without decay", AdadeltaSpec(name="adadelta", rho=0.5, eps=1e-3, weight_decay=0.0)),
     row("sgd", SgdSpec(name="sgd", momentum=0.0, weight_decay=0.1)),
     row("sgd with momentum", SgdSpec(name="sgd", momentum=0.9, weight_decay=0.1)),
     row("sgd with Nesterov's", SgdSpec(name="sgd", momentum=0.9, nesterov=True, weight_decay=0.01)),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.reference import batch_of, run_reference, whole_model
 from skein.config.job import JobSpec
-from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.config.optimizer import AdadeltaSpec, AdamSpec, AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import Walker
@@ -32,6 +32,10 @@ PLACES = (0, 0), (0, 1), (1, 0), (1, 1)
 # The lab's record keeps to one learning rate.
 SPECS: dict[str, OptimizerSpec] = {
     "adamw": AdamWSpec(learning_rate=3e-3, schedule="constant", warmup_steps=0),
+    "adam": AdamSpec(name="adam", learning_rate=3e-3, schedule="constant", warmup_steps=0),
+    "adadelta": AdadeltaSpec(
+        name="adadelta", learning_rate=1.0, schedule="constant", warmup_steps=0, eps=1e-4
+    ),
     "sgd": SgdSpec(name="sgd", learning_rate=0.2, schedule="constant", warmup_steps=0, momentum=0.0),
     "sgd with momentum": SgdSpec(name="sgd", learning_rate=0.05, schedule="constant", warmup_steps=0),
     "sgd with Nesterov's": SgdSpec(
@@ -41,6 +45,8 @@ SPECS: dict[str, OptimizerSpec] = {
 }
 KEPT = {
     "adamw": {"exp_avg", "exp_avg_sq"},
+    "adam": {"exp_avg", "exp_avg_sq"},
+    "adadelta": {"square_avg", "acc_delta"},
     "sgd": set(),
     "sgd with momentum": {"momentum"},
     "sgd with Nesterov's": {"momentum"},

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from skein.config.aggregation import Gossip
-from skein.config.optimizer import OptimizerSpec, SgdSpec
+from skein.config.optimizer import GossipOptimizer, SgdSpec
 from skein.config.robust import CentredClip, NormClip, NoRobust
 from skein.config.rule import Due
 from skein.errors import UserError
@@ -63,7 +63,7 @@ class GossipRule(Rule):
     """
 
     spec: Gossip
-    optimizer: OptimizerSpec
+    optimizer: GossipOptimizer
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, SgdSpec) and self.optimizer.nesterov:

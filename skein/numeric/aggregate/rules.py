@@ -3,7 +3,7 @@
 from typing import assert_never
 
 from skein.config import aggregation
-from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec
+from skein.config.optimizer import AdamWSpec, GossipOptimizer, LambSpec, OptimizerSpec
 from skein.errors import UserError
 from skein.numeric.aggregate.all_reduce import AllReduceRule
 from skein.numeric.aggregate.diloco import DiLoCoRule
@@ -35,6 +35,8 @@ def rule_of(spec: aggregation.AggregationSpec, optimizer: OptimizerSpec) -> Rule
         case aggregation.Lsgd():
             return LsgdRule(spec=spec, optimizer=optimizer_of(optimizer))
         case aggregation.Gossip():
+            if not isinstance(optimizer, GossipOptimizer):
+                raise UserError("optimizer.name", optimizer.name, "gossip wants adamw, sgd or lamb")
             return GossipRule(spec=spec, optimizer=optimizer)
         case aggregation.DiLoCo():
             return DiLoCoRule(spec=spec, optimizer=optimizer_of(optimizer))

@@ -1,4 +1,4 @@
-"""AdamW. The rules of `elementwise` hold here."""
+"""AdamW and Adam. The rules of `elementwise` hold here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor
 from skein.numeric.optim.elementwise import (
     average_moments,
     check_update,
+    decayed_gradient,
     pieces,
     root,
     scratch_rows,
@@ -35,7 +36,9 @@ class WithMoments(Optimizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW(WithMoments):
-    """Adam with decoupled weight decay."""
+    """Adam with decoupled weight decay; or, where it `decays_gradients`, Adam."""
+
+    decays_gradients: bool = False
 
     @torch.no_grad()
     def update(
@@ -50,11 +53,13 @@ class AdamW(WithMoments):
 
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g * g
-            p = (1 - learning_rate * weight_decay) * p              only if decayed
+            p = (1 - learning_rate * weight_decay) * p              only if decayed; for Adam instead, and first,
+            g = g + weight_decay * p
             p = p - learning_rate / (1 - beta1**t) * m / (sqrt(v) / sqrt(1 - beta2**t) + eps)
 
         Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), Algorithm 2, with the learning
-        rate in the place of its schedule multiplier, as in torch.optim.AdamW.
+        rate in the place of its schedule multiplier, as in torch.optim.AdamW; Kingma and Ba, "Adam: A Method for
+        Stochastic Optimization" (2015), Algorithm 1, as in torch.optim.Adam.
 
         >>> rule = AdamW(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
         >>> params = {"w": torch.tensor([1.0])}
@@ -72,11 +77,16 @@ class AdamW(WithMoments):
         decayed = decayed_names(walker.params)
         for name in sorted(walker.params):
             param = walker.params[name]
-            if name in decayed:
-                param.mul_(1.0 - learning_rate * self.weight_decay)
+            decay = self.weight_decay if name in decayed else 0.0
+            if decay and not self.decays_gradients:
+                param.mul_(1.0 - learning_rate * decay)
             for p, grad, m, v in pieces(param, grads[name], means[name], squares[name]):
                 one, two = rows[0, : p.numel()], rows[1, : p.numel()]
-                average_moments(grad, m, v, betas=self.betas, gradient_scale=gradient_scale, rows=(one, two))
+                scale = gradient_scale
+                if decay and self.decays_gradients:
+                    grad = decayed_gradient(grad, p, scale=scale, decay=decay, rows=(one, two))
+                    scale = 1.0
+                average_moments(grad, m, v, betas=self.betas, gradient_scale=scale, rows=(one, two))
                 denominator = root(v, out=one).mul_(inverse_root).add_(self.eps)
                 p.sub_(torch.mul(m, step_size, out=two).div_(denominator))
         walker.num_updates = count

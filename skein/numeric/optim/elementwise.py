@@ -78,6 +78,14 @@ def _piece_size(device: torch.device) -> int:
 # --- operations on pieces ---
 
 
+def decayed_gradient(
+    grad: Tensor, p: Tensor, *, scale: float, decay: float, rows: tuple[Tensor, Tensor]
+) -> Tensor:
+    """g = scale * grad + decay * p, in the first of `rows`."""
+    g, x = rows
+    return torch.mul(grad, scale, out=g).add_(torch.mul(p, decay, out=x))
+
+
 def average_moments(
     grad: Tensor,
     m: Tensor,

@@ -2,7 +2,8 @@
 
 from typing import assert_never
 
-from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.config.optimizer import AdadeltaSpec, AdamSpec, AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.numeric.optim.adadelta import Adadelta
 from skein.numeric.optim.adamw import AdamW
 from skein.numeric.optim.lamb import Lamb
 from skein.numeric.optim.optimizer import Optimizer
@@ -14,6 +15,12 @@ def optimizer_of(spec: OptimizerSpec) -> Optimizer:
     match spec:
         case AdamWSpec():
             return AdamW(betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+        case AdamSpec():
+            return AdamW(
+                betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, decays_gradients=True
+            )
+        case AdadeltaSpec():
+            return Adadelta(rho=spec.rho, eps=spec.eps, weight_decay=spec.weight_decay)
         case SgdSpec():
             return Sgd(momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay)
         case LambSpec():

@@ -14,7 +14,7 @@ from torch import Tensor
 from skein.config.aggregation import AllReduce, DiLoCo, Gossip, Lsgd
 from skein.config.aggregation import OneBitAdam as OneBitAdamSpec
 from skein.config.aggregation import OneBitLamb as OneBitLambSpec
-from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.config.optimizer import AdamWSpec, GossipOptimizer, LambSpec, OptimizerSpec, SgdSpec
 from skein.config.robust import CentredClip, Krum, NormClip, RobustSpec, TrimmedMean
 from skein.config.rule import Due, Reach, Walkers
 from skein.numeric.aggregate.all_reduce import AllReduceRule
@@ -330,7 +330,7 @@ def lsgd(name: str, optimizer: OptimizerSpec, *, groups: str) -> Row:
     )
 
 
-def gossip(name: str, optimizer: OptimizerSpec, **settings: str | int) -> Row:
+def gossip(name: str, optimizer: GossipOptimizer, **settings: str | int) -> Row:
     spec = Gossip.model_validate({"rule": "gossip", **settings})
     rule = GossipRule(spec=spec, optimizer=optimizer)
     return Row(name=f"gossip {name}", rule=rule, walkers=Walkers.MANY, talking="row")
