@@ -267,7 +267,7 @@ def _replan(setting: Setting, previous: Plan) -> Plan | None:
 
 
 def _plan_afresh(setting: Setting, even: tuple[StageSpec, ...]) -> Plan | Infeasible:
-    seating = _seated_with_shards(setting, even)
+    seating = _seated(setting, even)
     if seating is not None:
         return _finish(setting, even, seating, None)
     fitting = cut_under_memory(setting.job, setting.pool)
@@ -278,30 +278,44 @@ def _plan_afresh(setting: Setting, even: tuple[StageSpec, ...]) -> Plan | Infeas
     return _finish(setting, fitting.stages, seating, None)
 
 
-def _seated_with_shards(setting: Setting, stages: Sequence[StageSpec]) -> Seating | None:
-    """Holders of all stages; shards of the vocabulary lie with stages between its ends, one of each end with each."""
-    demand = setting.demand(stages)
-    shares = setting.job.parallel.shares
-    if not setting.job.parallel.num_shards:
+def _seated(setting: Setting, stages: Sequence[StageSpec]) -> Seating | None:
+    """Holders of all stages; a worker's chunks are held together, so that they leave workers for other holders.
+
+    Where workers are too few for that, or have too little memory, each chunk is placed by itself.
+    """
+    parallel = setting.job.parallel
+    num_chunks = (parallel.num_stages - parallel.num_shards) // parallel.stages
+    if num_chunks > 1 and len(setting.pool.workers) >= parallel.stages:
+        seating = _seated_together(setting, stages, num_chunks)
+        if seating is not None:
+            return seating
+    return _seated_together(setting, stages, 1)
+
+
+def _seated_together(setting: Setting, stages: Sequence[StageSpec], num_chunks: int) -> Seating | None:
+    """Holders of all stages: so many beside each other together, and a shard of each end with some of them."""
+    demand, parallel = setting.demand(stages), setting.job.parallel
+    if num_chunks == 1 and not parallel.num_shards:
         return seat(demand, setting.pool)
     inputs, between, outputs = (
-        range(sum(shares[:end]), sum(shares[: end + 1])) for end in range(len(shares))
+        range(sum(parallel.shares[:end]), sum(parallel.shares[: end + 1]))
+        for end in range(len(parallel.shares))
     )
-    together = {base: [base] for base in between}
+    together = [[*between[at : at + num_chunks]] for at in range(0, len(between), num_chunks)]
     # A worker's chunks lie beside each other.
-    bases = between[:: len(between) // len(outputs)]
+    bases = together[:: len(together) // parallel.stages]
     for shards in (inputs, outputs):
-        for base, shard in zip(bases, shards, strict=False):
-            together[base].append(shard)
+        for held, shard in zip(bases, shards, strict=False):
+            held.append(shard)
     joint = replace(
         demand,
-        flops=np.array([demand.flops[held].sum() for held in together.values()]),
-        memory_bytes=np.array([demand.memory_bytes[held].sum() for held in together.values()]),
+        flops=np.array([demand.flops[held].sum() for held in together]),
+        memory_bytes=np.array([demand.memory_bytes[held].sum() for held in together]),
     )
     seating = seat(joint, setting.pool)
     if seating is None:
         return None
-    placed = zip(together.values(), seating.holders, strict=True)
+    placed = zip(together, seating.holders, strict=True)
     return reseat(demand, setting.pool, [(s, w) for held, workers in placed for s in held for w in workers])
 
 

@@ -242,6 +242,22 @@ def test_a_job_that_was_never_checked_is_infeasible_with_the_field_named() -> No
     assert plan.reason.startswith("parallel.stages: 9:")
 
 
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("num_workers", [4, 5, 6])
+def test_chunks_leave_as_many_holders_for_each_stage_as_one_chunk_does(
+    layout: Layout, num_workers: int
+) -> None:
+    on, plain = fleet([1e10] * num_workers), job(layout=layout, num_layers=8)
+    fewest = min(len(planned(plain, on).holders(StageIndex(s))) for s in range(2))
+    for chunks in (2, 4):
+        parallel = plain.parallel.model_copy(update={"chunks": chunks})
+        spec = plain.model_copy(update={"parallel": parallel})
+        plan = planned(spec, on)
+        assert violations(plan, spec, on) == ()
+        assert min(len(plan.holders(stage.index)) for stage in plan.stages) == fewest == 2
+        assert make_balanced_plan(spec, on, plan, 0) == plan
+
+
 # --- shares and ways ---
 
 
