@@ -16,6 +16,7 @@ from skein.protocol.messages.directives import StepRecord
 from skein.sim.faults import draw_faults, schedule_faults
 from skein.sim.judging.idling import Idling
 from skein.sim.judging.invariants import Violated
+from skein.sim.placing import make_v_plan
 from skein.sim.shapes import SimShape
 from skein.sim.world import World
 from skein.types import DEFAULT_NAMESPACE, JobId, JobState, SiteId, WorkerId
@@ -240,6 +241,8 @@ def disturbed(
     later = {number: part.after_s for number, part in enumerate(shape.each) if part.after_s}
     fleet = small_fleet(shape)
     world = make_world(job, fleet, seed=seed, new_world=new_world, others=others, after_s=later)
+    if shape.is_in_v:
+        world.planner = make_v_plan
     world.transport.repeat_every = REPEAT_EVERY
     schedule_faults(
         world,

@@ -52,6 +52,8 @@ class SimShape:
     """Share of the steps that are computed again without one worker."""
     is_split: bool = False
     """Whether backwards are split where they can be."""
+    is_in_v: bool = False
+    """Whether a worker's chunks are laid there and back; otherwise they lie beside each other."""
     rule: str = ""
     """A word of `RULES`; none: plain sums along `pattern`, and AdamW."""
     priority: int = 0
@@ -127,7 +129,8 @@ def _one(text: str) -> SimShape:
         stages, replicas = (int(number) for number in words.pop(0).split("x"))
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
         pattern: PatternName = "auto"
-        rule, num_slow, chunks, is_split, rows = "", 0, 1, False, VocabularySplit.OFF
+        rule, num_slow, chunks, rows = "", 0, 1, VocabularySplit.OFF
+        is_split, is_in_v = False, False
         checked, priority, after_s = 0.0, 0, 0.0
         while words:
             match words.pop(0):
@@ -149,6 +152,8 @@ def _one(text: str) -> SimShape:
                     after_s = float(words.pop(0))
                 case "split":
                     is_split = True
+                case "v":
+                    is_in_v = True
                 case "slow":
                     num_slow = int(words.pop(0))
                 case "rows":
@@ -175,6 +180,7 @@ def _one(text: str) -> SimShape:
         rows=rows,
         checked=checked,
         is_split=is_split,
+        is_in_v=is_in_v,
         rule=rule,
         priority=priority,
         after_s=after_s,
@@ -222,3 +228,25 @@ SHAPES = tuple(
     )
 )
 """Shapes that seeds walk over."""
+
+PIPELINES = tuple(
+    shape_of(text)
+    for text in (
+        "line 4x2 split",
+        "line 2x2 chunks 2",
+        "loop 3x2 chunks 2 split",
+        "line 2x2 chunks 2 split v",
+        "line 3x2 chunks 2 tied split v on 5",
+        "line 1x3 chunks 4 split",
+        "line 2x3 chunks 2 split ring v",
+        "line 3x2 rows output split",
+        "line 2x2 tied rows both",
+        "line 2x2 chunks 2 tied rows both split",
+        "line 3x2 chunks 2 rows output split v",
+        "loop 3x2 tied skip 1/3 split on 4",
+        "line 2x3 tied tree",
+        "line 3x2 tied split slow 2",
+        "line 2x2 chunks 2 split v on 8 + line 3x2 rows output split",
+    )
+)
+"""Shapes of chunks, split backwards, shards of a vocabulary and tied ends, together and by themselves."""

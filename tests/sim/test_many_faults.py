@@ -5,7 +5,7 @@ import pytest
 from skein.protocol.log.records import RolledBack
 from skein.sim.faults import FAULTS, GENTLE
 from skein.sim.scenario import disturbed, judge
-from skein.sim.shapes import SHAPES, SimShape, shape_of
+from skein.sim.shapes import PIPELINES, SHAPES, SimShape, shape_of
 from tests.support.extent import part
 from tests.support.worlds import of_kind
 
@@ -29,6 +29,12 @@ def judged(
 @pytest.mark.parametrize("shape", part(SHAPES, every=3, start=1), ids=lambda shape: shape.text)
 def test_no_schedule_of_faults_bends_the_loss_curve(shape: SimShape) -> None:
     for seed in part(SEEDS, every=26, start=SHAPES.index(shape)):
+        judged(shape, seed)
+
+
+@pytest.mark.parametrize("shape", part(PIPELINES, every=3), ids=lambda shape: shape.text)
+def test_nor_does_one_over_chunks_split_backwards_shards_and_tied_ends(shape: SimShape) -> None:
+    for seed in part(SEEDS, every=26, start=PIPELINES.index(shape)):
         judged(shape, seed)
 
 
