@@ -17,6 +17,7 @@ NAMES = (
     "scale",
     "schedules",
     "split",
+    "sweep",
     "vocabulary",
     "wire",
 )

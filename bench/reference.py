@@ -65,8 +65,12 @@ def whole_model(job: JobSpec) -> Stage:
     )
 
 
-def torch_optimizer(spec: OptimizerSpec, params: Iterable[Tensor]) -> torch.optim.Optimizer:
+def torch_optimizer(
+    spec: OptimizerSpec, params: Iterable[Tensor], *, is_fused: bool = False
+) -> torch.optim.Optimizer:
     """Torch's own optimizer, set as `spec` asks; the learning rate is to be set before each step.
+
+    `is_fused`: in one pass over each tensor, as fast as torch has it.
 
     Raises:
         ValueError: torch has no such optimizer.
@@ -79,13 +83,15 @@ def torch_optimizer(spec: OptimizerSpec, params: Iterable[Tensor]) -> torch.opti
     rate = spec.learning_rate
     match spec:
         case AdamWSpec():
-            return torch.optim.AdamW(groups, lr=rate, betas=spec.betas, eps=spec.eps)
+            return torch.optim.AdamW(groups, lr=rate, betas=spec.betas, eps=spec.eps, fused=is_fused)
         case AdamSpec():
             return torch.optim.Adam(groups, lr=rate, betas=spec.betas, eps=spec.eps)
         case AdadeltaSpec():
             return torch.optim.Adadelta(groups, lr=rate, rho=spec.rho, eps=spec.eps)
         case SgdSpec():
-            return torch.optim.SGD(groups, lr=rate, momentum=spec.momentum, nesterov=spec.nesterov)
+            return torch.optim.SGD(
+                groups, lr=rate, momentum=spec.momentum, nesterov=spec.nesterov, fused=is_fused
+            )
         case LambSpec():
             raise ValueError("torch has no LAMB")
         case _:

@@ -111,7 +111,7 @@ class Stage(nn.Module, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         """Input of the next stage, from `x`: raw samples for the first stage, its predecessor's result for others."""
-        with self._autocast(x):
+        with self.autocast(x):
             return self.body(x)
 
     def onward(self, given: Crossing, labels: Tensor | None) -> Crossing:
@@ -125,7 +125,7 @@ class Stage(nn.Module, ABC):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits, classes in the last dim, in the dtype of products."""
-        with self._autocast(x):
+        with self.autocast(x):
             return self.head(self.body(x))
 
     def loss(self, x: Tensor, labels: Tensor) -> tuple[Tensor, int]:
@@ -181,7 +181,8 @@ class Stage(nn.Module, ABC):
             if std > 0:
                 _draw(parts, shape.numel(), key(seed, "init", name), std)
 
-    def _autocast(self, x: Tensor) -> torch.autocast:
+    def autocast(self, x: Tensor) -> torch.autocast:
+        """The context in which forwards run, on the device of `x`."""
         return torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision is Precision.BF16)
 
 

@@ -14,7 +14,7 @@ from skein.model.families.mlp import Activation, MlpModel
 from skein.types import Precision, StageSpec
 from worker.model.base import Linear, Stage, parameter_dtype, product_dtype
 
-_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
     "tanh": torch.tanh,
     "gelu": functional.gelu,
@@ -57,4 +57,4 @@ class MlpStage(Stage):
     def _taken(self, x: Tensor, layer: int) -> Tensor:
         """Input of a layer's product, from raw samples or from the layer before."""
         x = x.to(self.product)
-        return _ACTIVATIONS[self.activation](x) if layer else x.flatten(1)
+        return ACTIVATIONS[self.activation](x) if layer else x.flatten(1)

@@ -95,7 +95,7 @@ class ShardedDecoderStage(Stage):
         return self._rows.logits(x, product_dtype(self.precision))
 
     def onward(self, given: Crossing, labels: Tensor | None) -> Crossing:
-        with self._autocast(given.hidden):
+        with self.autocast(given.hidden):
             passed = self._through(given)
             if not self._scores:
                 return passed

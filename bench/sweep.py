@@ -1,0 +1,288 @@
+"""Trials side by side as rows of one array, beside the same trials one after the other.
+
+    skein bench sweep [--only WHAT ...] [--turns 40]
+
+WHAT is `equal` (losses of fused rows beside separate runs, float64, 40 steps), `apart` (a row at a rate that blows up,
+the others beside lone runs) or `speed` (against the best loop: a model and a fused optimizer of torch for each trial).
+Speeds are of one thread's CPU time, both ways in turns; the ratio is the median of the turns'. The control is no
+option. Ends with one JSON line; exit code 1 if a goal is missed.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from bench.reference import torch_optimizer
+from bench.report import Row, finish, spread
+from skein import rng
+from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
+from skein.config.schedule import learning_rate
+from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.families.mlp import MlpModel
+from skein.model.layers import AnyModel
+from skein.numeric.optim.optimizers import optimizer_of
+from skein.numeric.walker import Walker
+from skein.protocol.rounds.weighing import clip_of
+from skein.types import Precision, StageIndex, StageSpec
+from worker.model.stage import Stage, build_stage
+from worker.sweep.array import RowArray, RowSettings
+from worker.sweep.choosing import MIN_SPEEDUP, choose_pass
+from worker.sweep.passes import PassKind
+
+NUM_STEPS = 40
+EQUAL_LOSS, HEALTHY_LOSS = 1e-10, 1e-12
+"""Most by which losses may differ in float64: fused beside separate, healthy rows beside lone runs."""
+NUM_WARM = 4
+"""Turns at the start that are not counted."""
+_TOKENS = 16
+_SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model and the samples of its batch."""
+
+    what: str
+    model: AnyModel
+    num_samples: int
+
+    def stage(self, seed: int, precision: Precision) -> Stage:
+        """The whole model, as the seed draws it."""
+        num_layers = len(self.model.layer_parameters())
+        return build_stage(
+            self.model,
+            StageSpec(index=StageIndex(0), first=0, stop=num_layers),
+            sequence_tokens=_TOKENS,
+            seed=seed,
+            precision=precision,
+            device=torch.device("cpu"),
+        )
+
+    def batch(self, seed: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Inputs and labels that one row's seed draws for a step."""
+        drawn = rng.stream(seed, "samples", step)
+        if self.model.vocab_size is not None:
+            size = (2, self.num_samples, _TOKENS)
+            tokens, labels = torch.from_numpy(drawn.integers(self.model.vocab_size, size=size))
+            return tokens, labels
+        images = torch.from_numpy(drawn.standard_normal((self.num_samples, 1, 8, 8))).to(dtype)
+        return images, torch.from_numpy(drawn.integers(10, size=self.num_samples))
+
+
+MLP = Case(
+    what="MLP 64-128-128-10, batch 32", model=MlpModel(family="mlp", widths=(128, 128)), num_samples=32
+)
+CNN = Case(
+    what="digits_cnn, 8 channels, batch 16",
+    model=DigitsCnnModel(family="digits_cnn", channels=8),
+    num_samples=16,
+)
+DECODER = Case(
+    what="decoder of width 32, 16 tokens, batch 16",
+    model=LlamaModel(shape=LlamaShape.model_validate(_SHAPE)),
+    num_samples=16,
+)
+LARGE = Case(
+    what="MLP 64-784-512-512-10, batch 128",
+    model=MlpModel(family="mlp", widths=(784, 512, 512)),
+    num_samples=128,
+)
+OPTIMIZERS: tuple[OptimizerSpec, ...] = (AdamWSpec(), SgdSpec(name="sgd"), LambSpec(name="lamb"))
+GOALS = ((MLP, 8, 1.6), (MLP, 16, 2.0), (CNN, 8, 1.5), (DECODER, 8, 1.5))
+
+
+def settings_of(spec: OptimizerSpec, row: int) -> RowSettings:
+    """Rate, decay, schedule, warm-up and clip of one row: no two alike."""
+    changes: dict[str, object] = {
+        "learning_rate": 1e-2 / (row + 1),
+        "weight_decay": 0.05 * row,
+        "schedule": ("cosine", "linear", "constant")[row % 3],
+        "warmup_steps": 3 * row,
+        "final_learning_rate_ratio": 0.1 * row,
+        "clip_norm": (None, 1.0, 0.3)[row % 3],
+    }
+    return RowSettings(optimizer=spec.model_copy(update=changes), num_steps=NUM_STEPS + 10 * row)
+
+
+class Separate:
+    """A trial on its own: one model, its optimizer, its clip."""
+
+    def __init__(self, stage: Stage, settings: RowSettings) -> None:
+        self._stage = stage
+        self._settings = settings
+        self._optimizer = optimizer_of(settings.optimizer)
+        params = {name: x.detach() for name, x in stage.named_parameters()}
+        self._walker = Walker(params=params, state=self._optimizer.init(params))
+
+    def step(self, inputs: Tensor, labels: Tensor) -> float:
+        """Make one step; gives its mean loss."""
+        self._stage.zero_grad(set_to_none=True)
+        loss, num_valid = self._stage.loss(inputs, labels)
+        torch.autograd.backward(loss)
+        grads = {name: x.grad for name, x in self._stage.named_parameters() if x.grad is not None}
+        norm = float(torch.stack([x.norm() for x in grads.values()]).norm()) / num_valid
+        spec, at = self._settings.optimizer, self._walker.num_updates
+        self._optimizer.update(
+            self._walker,
+            grads,
+            learning_rate=learning_rate(spec, at, self._settings.num_steps),
+            gradient_scale=clip_of(norm, spec.clip_norm) / num_valid,
+        )
+        return float(loss.detach()) / num_valid
+
+
+def together(case: Case, seeds: Sequence[int], step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A batch for each row, by its own seed."""
+    drawn = [case.batch(seed, step, dtype) for seed in seeds]
+    return torch.stack([x for x, _ in drawn]), torch.stack([y for _, y in drawn])
+
+
+def furthest(case: Case, settings: Sequence[RowSettings], rows: Sequence[int]) -> float:
+    """Most by which a loss of these fused rows differs from the same trial's on its own, over all steps."""
+    seeds = range(len(settings))
+    stages = [case.stage(seed, Precision.FP64) for seed in seeds]
+    array = RowArray.of(stages, settings, PassKind.FUSED)
+    alone = {row: Separate(stages[row], settings[row]) for row in rows}
+    worst = 0.0
+    for step in range(NUM_STEPS):
+        inputs, labels = together(case, seeds, step, torch.float64)
+        found = array.step([(inputs, labels)])
+        for row, run in alone.items():
+            worst = max(worst, abs(found[row].loss - run.step(inputs[row], labels[row])))
+    return worst
+
+
+def equal_rows() -> Iterator[Row]:
+    """Four rows of each model and optimizer beside separate runs."""
+    for case in (MLP, CNN, DECODER):
+        for spec in OPTIMIZERS:
+            settings = [settings_of(spec, row) for row in range(4)]
+            yield differing(f"{case.what}, {spec.name}", furthest(case, settings, range(4)), EQUAL_LOSS)
+
+
+def apart_rows() -> Iterator[Row]:
+    """Row 2 of 4 at a rate of 1e200: the others beside lone runs."""
+    for case in (MLP, CNN, DECODER):
+        settings = [settings_of(AdamWSpec(), row) for row in range(4)]
+        wild = settings[2].optimizer.model_copy(update={"learning_rate": 1e200})
+        settings[2] = RowSettings(optimizer=wild, num_steps=NUM_STEPS)
+        yield differing(
+            f"{case.what}, row 2 at rate 1e200", furthest(case, settings, (0, 1, 3)), HEALTHY_LOSS
+        )
+
+
+def differing(what: str, worst: float, most: float) -> Row:
+    """A row that holds where losses differ by `most` at the most."""
+    return Row(
+        what=f"{what}: most that losses differ, 4 rows, {NUM_STEPS} steps, float64",
+        value=worst,
+        unit="nats",
+        against="the same trials one by one",
+        ratio=worst / most,
+        goal=f"≤ {most:g}",
+        holds=worst <= most,
+        spread=0.0,
+    )
+
+
+def speed_rows(num_turns: int) -> Iterator[Row]:
+    """Whole steps of an array beside those of the best loop; and what the choice makes of a large model."""
+    for case, num_rows, goal in GOALS:
+        yield _speed(case, num_rows, goal, num_turns)
+    stages = [LARGE.stage(seed, Precision.FP32) for seed in range(8)]
+    array = RowArray.of(stages, [settings_of(AdamWSpec(), 0)] * 8, PassKind.LOOPED)
+    batch = together(LARGE, range(8), 0, torch.float32)
+    choice = choose_pass(stages[0], array.rows, batch, clock=time.process_time)
+    yield Row(
+        what=f"{LARGE.what}, 8 rows: what fused rows would gain, and are declined for",
+        value=choice.speedup,
+        unit="times as fast",
+        against=f"row by row; {choice.words}",
+        ratio=choice.speedup,
+        goal=f"takes the loop, < {MIN_SPEEDUP}",
+        holds=choice.kind is PassKind.LOOPED,
+        spread=0.0,
+    )
+
+
+def _speed(case: Case, num_rows: int, goal: float, num_turns: int) -> Row:
+    seeds = range(num_rows)
+    settings = [RowSettings(optimizer=AdamWSpec(), num_steps=10_000)] * num_rows
+    stages = [case.stage(seed, Precision.FP32) for seed in seeds]
+    array = RowArray.of(stages, settings, PassKind.FUSED)
+    loop = _best_loop(stages)
+    batch = together(case, seeds, 0, torch.float32)
+    ways: list[Callable[[], object]] = [partial(array.step, [batch]), partial(loop, *batch)]
+    turns = [[_cpu_s(way) for way in ways] for _ in range(NUM_WARM + num_turns)][NUM_WARM:]
+    ratios = [loop_s / array_s for array_s, loop_s in turns]
+    array_ms, loop_ms = (1e3 * median(x) for x in zip(*turns, strict=True))
+    return Row(
+        what=f"{case.what}: a step of {num_rows} rows, AdamW, one thread",
+        value=array_ms,
+        unit="ms",
+        against=f"{num_rows} models in turn, each with torch's fused AdamW and clip: {loop_ms:.3g} ms",
+        ratio=median(ratios),
+        goal=f"loop / array ≥ {goal}",
+        holds=median(ratios) >= goal,
+        spread=spread(ratios),
+    )
+
+
+def _best_loop(stages: Sequence[Stage]) -> Callable[[Tensor, Tensor], list[float]]:
+    """One step of each model, with torch's own optimizer, fused, and its clip."""
+    spec = AdamWSpec()
+    optimizers = [torch_optimizer(spec, stage.parameters(), is_fused=True) for stage in stages]
+
+    def step(inputs: Tensor, labels: Tensor) -> list[float]:
+        losses = []
+        for stage, optimizer, x, y in zip(stages, optimizers, inputs, labels, strict=True):
+            optimizer.zero_grad(set_to_none=True)
+            loss, num_valid = stage.loss(x, y)
+            torch.autograd.backward(loss / num_valid)
+            torch.nn.utils.clip_grad_norm_(stage.parameters(), spec.clip_norm or 0.0, foreach=True)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    return step
+
+
+def _cpu_s(way: Callable[[], object]) -> float:
+    """CPU seconds of this process for one step: beside other programs a wall clock tells of them."""
+    began = time.process_time()
+    way()
+    return time.process_time() - began
+
+
+def main() -> int:
+    """Compare each part in turn, and say what came of it."""
+    parts: Mapping[str, Callable[[int], Iterator[Row]]] = {
+        "equal": lambda _turns: equal_rows(),
+        "apart": lambda _turns: apart_rows(),
+        "speed": speed_rows,
+    }
+    parser = argparse.ArgumentParser(prog="skein bench sweep", description=main.__doc__)
+    parser.add_argument("--only", nargs="+", choices=parts, help="compare these parts alone")
+    parser.add_argument("--turns", type=int, default=40, help="steps each way, in turns")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    return finish("sweep", [row for part in args.only or parts for row in parts[part](args.turns)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Passes of an array: whichever way rows go, each has the loss and the gradients of its own model alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from skein.numeric.rows import RowBuffer
+from skein.numeric.walker import Walker
+from skein.types import Precision
+from tests.worker.model.builders import MODELS, samples, whole
+from worker.model.base import IGNORED_LABEL, Stage
+from worker.sweep.fused import fused_forward, strangers
+from worker.sweep.passes import PassKind, make_pass
+
+SPARSE = ("mixtral", "qwen3 moe")
+FUSED = [name for name in MODELS if name not in SPARSE]
+NUM_ROWS = 3
+# Sums of the same float64 numbers in another order: a few units in the last place of the largest.
+ROUNDING = 1e-12
+
+
+def rows_of(stages: list[Stage]) -> RowBuffer:
+    params = [{name: x.detach() for name, x in stage.named_parameters()} for stage in stages]
+    return RowBuffer.of([Walker(params=tensors, state={}) for tensors in params])
+
+
+def own_samples(name: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Other samples for each row, some of them without a label."""
+    inputs, labels = (torch.stack(x.chunk(NUM_ROWS)) for x in samples(MODELS[name], 3 * NUM_ROWS))
+    labels[1, 0] = IGNORED_LABEL
+    return inputs.to(dtype) if inputs.is_floating_point() else inputs, labels
+
+
+def expected(stages: list[Stage], inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    losses, grads = [], []
+    for stage, x, y in zip(stages, inputs, labels, strict=True):
+        loss, _ = stage.loss(x, y)
+        torch.autograd.backward(loss)
+        losses.append(loss.detach())
+        grads.append({name: p.grad for name, p in stage.named_parameters() if p.grad is not None})
+    return torch.stack(losses), RowBuffer.of([Walker(params=grad, state={}) for grad in grads]).params
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_rows_have_the_losses_and_gradients_of_their_models(name: str) -> None:
+    stages = [whole(MODELS[name], seed=row) for row in range(NUM_ROWS)]
+    made = make_pass(PassKind.FUSED, stages[0], rows_of(stages))
+    assert made is not None
+    inputs, labels = own_samples(name)
+    losses, grads = expected(stages, inputs, labels)
+    for times in (1, 2):  # A second microbatch is added.
+        found = made.run(inputs, labels)
+        assert torch.allclose(found, losses, rtol=ROUNDING, atol=0)
+        worst = (made.grads - times * grads).abs().max()
+        assert worst <= ROUNDING * grads.abs().max()
+    made.clear()
+    made.run(inputs, labels)
+    assert (made.grads - grads).abs().max() <= ROUNDING * grads.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(PassKind.VMAPPED, "digits"), *((PassKind.LOOPED, x) for x in MODELS)]
+)
+def test_other_passes_have_them_too(kind: PassKind, name: str) -> None:
+    stages = [whole(MODELS[name], seed=row) for row in range(NUM_ROWS)]
+    made = make_pass(kind, stages[0], rows_of(stages))
+    assert made is not None
+    inputs, labels = own_samples(name)
+    losses, grads = expected(stages, inputs, labels)
+    assert torch.allclose(made.run(inputs, labels), losses, rtol=ROUNDING, atol=0)
+    assert (made.grads - grads).abs().max() <= ROUNDING * grads.abs().max()
+
+
+@pytest.mark.parametrize("name", ["digits", "mlp", "tied"])
+def test_fused_rows_round_as_their_models_do_under_bfloat16(name: str) -> None:
+    stages = [whole(MODELS[name], seed=row, precision=Precision.BF16) for row in range(NUM_ROWS)]
+    made = make_pass(PassKind.FUSED, stages[0], rows_of(stages))
+    assert made is not None
+    inputs, labels = own_samples(name, torch.float32)
+    losses, grads = expected(stages, inputs, labels)
+    # Eight bits of products, whose sums may round to either side.
+    assert torch.allclose(made.run(inputs, labels), losses, rtol=1e-2)
+    assert (made.grads - grads).norm() <= 2e-2 * grads.norm()
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_model_with_a_module_that_is_not_known_is_not_fused(name: str) -> None:
+    stage = whole(MODELS[name])
+    assert fused_forward(stage) is None
+    assert "SparseMlp" in strangers(stage)
+    assert make_pass(PassKind.FUSED, stage, rows_of([stage])) is None
+
+
+def test_a_subclass_is_a_stranger() -> None:
+    stage = whole(MODELS["mlp"])
+
+    class Other(type(stage)):  # type: ignore[misc]  # of a class known at run time
+        pass
+
+    stage.__class__ = Other
+    assert strangers(stage) == ("Other",)
+    assert fused_forward(stage) is None

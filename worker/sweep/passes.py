@@ -1,0 +1,147 @@
+"""Three ways through the models of an array and back: fused, by vmap, or row after row, all on one buffer.
+
+R rows, P numbers of a row, B batch.
+
+Rules of this file
+- A pass adds to the gradient buffer (R, P) what each row alone would add, and gives each row's summed loss.
+- Nothing is reduced over rows but the sum of losses that the backward begins from, whose derivative is 1 for each.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional
+
+from skein.numeric.rows import RowBuffer
+from worker.model.base import IGNORED_LABEL, Stage, parameter_dtype
+from worker.sweep.fused import fused_forward
+
+
+class PassKind(StrEnum):
+    """Way of the rows of an array through their models: as one wider model, by `torch.func.vmap`, or in turn."""
+
+    FUSED = "fused"
+    VMAPPED = "vmapped"
+    LOOPED = "looped"
+
+
+class Pass(ABC):
+    """Forward and backward of all rows. Its gradients are `grads` (R, P), which whoever uses them empties."""
+
+    def __init__(self, rows: RowBuffer) -> None:
+        self.rows = rows
+        self.grads = torch.zeros_like(rows.params)
+
+    def clear(self) -> None:
+        """Empty gradients."""
+        self.grads.zero_()
+
+    @abstractmethod
+    def run(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Add the gradients of each row's summed loss to `grads`; gives these losses (R,), nats.
+
+        Args:
+            inputs: (R, B, ...), each row's own samples.
+            labels: (R, B, ...), `IGNORED_LABEL` where there is nothing to predict.
+        """
+
+
+Logits = Callable[[Mapping[str, Tensor], Tensor], Tensor]
+
+
+class _Together(Pass):
+    """All rows in one graph; parameters are split off the buffer, so their gradients come back as one tensor."""
+
+    def __init__(self, rows: RowBuffer, logits: Logits, dtype: torch.dtype) -> None:
+        super().__init__(rows)
+        self._logits = logits
+        self._dtype = dtype
+        self._leaf = rows.params.detach().requires_grad_()
+        self._is_empty = True
+
+    def clear(self) -> None:
+        # What comes first takes the place of the buffer, rather than being added to zeros.
+        self._is_empty = True
+
+    def run(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        logits = self._logits(self.rows.layout.views(self._leaf), inputs).to(self._dtype)
+        losses = summed_losses(logits, labels)
+        (grads,) = torch.autograd.grad(losses.sum(), self._leaf)
+        self.grads = grads if self._is_empty else self.grads.add_(grads)
+        self._is_empty = False
+        return losses.detach()
+
+
+class _InTurn(Pass):
+    """Row after row through a module of its own, whose parameters are views of the buffer."""
+
+    def __init__(self, rows: RowBuffer, stage: Stage) -> None:
+        super().__init__(rows)
+        self._stages = [_on_row(stage, rows, row, self.grads[row]) for row in range(len(rows))]
+
+    def run(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        losses = []
+        for stage, x, y in zip(self._stages, inputs, labels, strict=True):
+            loss, _ = stage.loss(x, y)
+            torch.autograd.backward(loss)
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+
+def _on_row(stage: Stage, rows: RowBuffer, row: int, grads: Tensor) -> Stage:
+    """A module like `stage` on one row of the buffers."""
+    own = copy.deepcopy(stage)
+    params, gradients = rows.layout.views(rows.params[row]), rows.layout.views(grads)
+    for name, parameter in own.named_parameters():
+        parameter.data = params[name]
+        parameter.grad = gradients[name]
+    return own
+
+
+def summed_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sums of each row's cross entropies (R,), from logits (R, B, ..., classes)."""
+    each = functional.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    return each.view(len(labels), -1).sum(1)
+
+
+class _LogitsOf(nn.Module):
+    """A stage whose forward goes through the head."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stage.logits(x)
+
+
+def _vmapped_logits(stage: Stage) -> Logits:
+    module = _LogitsOf(stage)
+
+    def one(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        named = {f"stage.{name}": param for name, param in params.items()}
+        logits: Tensor = functional_call(module, named, (x,))
+        return logits
+
+    return vmap(one)
+
+
+def make_pass(kind: PassKind, stage: Stage, rows: RowBuffer) -> Pass | None:
+    """A pass of that kind over models like `stage`, a whole one; None if there is none.
+
+    Whether a model can be mapped torch tells when it is run, by a `RuntimeError`.
+    """
+    dtype = parameter_dtype(stage.precision)
+    if kind is PassKind.LOOPED:
+        return _InTurn(rows, stage)
+    if kind is PassKind.VMAPPED:
+        return _Together(rows, _vmapped_logits(stage), dtype)
+    logits = fused_forward(stage)
+    return None if logits is None else _Together(rows, logits, dtype)
