@@ -191,11 +191,18 @@ def test_a_link_that_breaks_amid_a_job_is_gone_around_and_taken_again_once_it_is
     assert (ground.way(A, B), ground.way(B, A)) == (None, None)
 
 
-def test_a_relay_that_a_report_makes_up_is_not_taken() -> None:
+def test_a_relay_that_a_report_makes_up_is_neither_taken_nor_kept() -> None:
     ground = Ground(shut=behind_nat(A, B))
     ground.join(A, B)
-    ground.obey(ground.relaying.measured(A, LinksMeasured(links=both(A, B, 1e12, via=WorkerId("nobody")))))
+    before = ground.relaying.num_tried
+    for number in range(100):
+        nobody = WorkerId(f"nobody-{number}")
+        made_up = LinksMeasured(
+            links=both(A, B, 1e12, via=nobody), unreached=(Unreached(peer=B, via=WorkerId(f"no-{number}")),)
+        )
+        ground.obey(ground.relaying.measured(A, made_up))
     assert ground.way(A, B) == COORDINATOR_RELAY
+    assert ground.relaying.num_tried == before
 
 
 @given(st.data())

@@ -1,6 +1,8 @@
 """Connections by way of a relay, on loopback: what passes, who is refused, and what ends when somebody is gone."""
 
 import asyncio
+import resource
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -215,6 +217,35 @@ async def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) 
         await carried.write(_part(CallPeer(worker=BOB, incarnation=ONE)))
         assert await carried.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert made.board.num_refused == 1
+
+
+async def test_a_worker_that_listens_as_many_processes_leaves_room_for_others() -> None:
+    async with scene() as made:
+        await exchange(made.call())
+        crowd = [
+            made.stub().Listen(relay_pb2.ListenRequest(worker=ALICE, incarnation=str(number)))
+            for number in range(switchboard.MAX_PROCESSES)
+        ]
+        await until(lambda: made.board.num_listening == 1 + len(crowd))
+        one_more = made.stub().Listen(relay_pb2.ListenRequest(worker=ALICE, incarnation="last"))
+        assert await one_more.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for listening in crowd:
+            listening.cancel()
+        await until(lambda: made.board.num_listening == 1)
+
+
+async def test_who_connects_while_no_file_is_left_is_carried_once_there_are_some() -> None:
+    async with scene() as made:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.socket(socket.AF_UNIX) as early:
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+                early.connect((made.alice.target(BOB) or "").removeprefix("unix:"))
+                for _ in range(10):
+                    await asyncio.sleep(0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert await exchange(made.call()) == len(PART.data)
 
 
 async def _write_for_ever(call: "aio.StreamStreamCall[peer_pb2.ProbePart, peer_pb2.ProbeReply]") -> None:

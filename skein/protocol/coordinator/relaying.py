@@ -65,6 +65,11 @@ class Relaying:
         return self._relays
 
     @property
+    def num_tried(self) -> int:
+        """Results of tries that are kept."""
+        return sum(map(len, self._tried.values()))
+
+    @property
     def links(self) -> Iterator[Link]:
         """Links by way of relays, as measured."""
         for pair, relay in self._relays.items():
@@ -101,7 +106,7 @@ class Relaying:
         failed = {(unreached.peer, unreached.via): () for unreached in report.unreached}
         peers = set()
         for (peer, via), links in {**failed, **found}.items():
-            if peer not in self._live or peer == worker:
+            if peer not in self._live or peer == worker or not self._may_relay(via):
                 continue
             peers.add(peer)
             if via is None:
@@ -165,6 +170,10 @@ class Relaying:
             and all(self._dials.get((end, worker), False) for end in pair)
         ]
         return [COORDINATOR_RELAY, *offered[:MAX_TRIED]]
+
+    def _may_relay(self, via: WorkerId | None) -> bool:
+        """Whether a way that is told of can be: a report may name anybody, and what it names would be kept."""
+        return via in (None, COORDINATOR_RELAY) or via in self._live
 
     def _can_dial(self, sender: WorkerId, receiver: WorkerId) -> bool:
         known = self._dials.get((sender, receiver))

@@ -20,6 +20,7 @@ from skein.wire.relay.carrying import CHUNK_BYTES, DialRelay, carry
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 64
+_AGAIN_S = 0.25
 
 
 class _Door:
@@ -40,7 +41,12 @@ class _Door:
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(self._socket)
+            try:
+                connection, _ = await loop.sock_accept(self._socket)
+            except OSError:
+                # No more files, for instance: who has connected waits until there are.
+                await asyncio.sleep(_AGAIN_S)
+                continue
             carrying = asyncio.create_task(self._carry(connection))
             self._connections.add(carrying)
             carrying.add_done_callback(self._connections.discard)

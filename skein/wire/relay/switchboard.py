@@ -31,6 +31,8 @@ MAX_CONNECTIONS = 512
 MAX_OF_ONE = 256
 """Connections at once, in all and of one caller: a worker has six to each of its peers."""
 MAX_LISTENERS = 1024
+MAX_PROCESSES = 4
+"""Processes of one worker that listen at once: it has one, and at a restart another."""
 ANSWER_S = 5.0
 """In which whoever is called opens its end; it may be about to listen only."""
 _FIRST_PART_S = 10.0
@@ -73,6 +75,11 @@ class Switchboard:
         """Connections that are open, or about to be."""
         return self._open.total()
 
+    @property
+    def num_listening(self) -> int:
+        """Processes that listen here."""
+        return len(self._listeners)
+
     def attach(self, server: aio.Server) -> None:
         """Have `server`, not started yet, answer for this relay."""
         # Not by the generated function: what is carried passes as the bytes that it is.
@@ -96,8 +103,11 @@ class Switchboard:
                 grpc.StatusCode.PERMISSION_DENIED, f"listens for worker {wanted.worker}, which it is not"
             )
         process = wanted.worker, wanted.incarnation
-        if process not in self._listeners and len(self._listeners) >= MAX_LISTENERS:
-            await self._crowded(context, f"{MAX_LISTENERS} workers listen here already")
+        if process not in self._listeners:
+            if len(self._listeners) >= MAX_LISTENERS:
+                await self._crowded(context, f"{MAX_LISTENERS} workers listen here already")
+            if sum(worker == wanted.worker for worker, _ in self._listeners) >= MAX_PROCESSES:
+                await self._crowded(context, f"{MAX_PROCESSES} processes of this worker listen here already")
         calls = self._listeners[process] = asyncio.Queue(MAX_OF_ONE)
         self._came.set()
         self._came.clear()
