@@ -52,8 +52,8 @@ class Audited(Around):
         try:
             reply = await answer(behaviour(request, context), context)
         except asyncio.CancelledError:
-            if method not in QUIET:
-                # Not waited for, because this call is over.
+            if method not in QUIET and self._audit.has_room(host_of(context.peer())):
+                # Not waited for, because this call is over. To break one off costs nothing, with or without a right.
                 _ = self._note(method, context, _about(request), "broken off: it may have been done")
             raise
         except aio.AbortError:

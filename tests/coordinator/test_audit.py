@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 from grpc import StatusCode, aio
@@ -11,7 +12,7 @@ from grpc import StatusCode, aio
 from client.cli import run
 from coordinator.records import audit
 from coordinator.records.audit import AuditLog
-from coordinator.service.audited import QUIET
+from coordinator.service.audited import QUIET, Audited
 from skein.storage.chain import (
     FOLDER,
     HEAD_FILE,
@@ -21,6 +22,7 @@ from skein.storage.chain import (
     entries,
     verify_chain,
 )
+from skein.wire.context import Context
 from skein.wire.identity.roles import ROLES
 from skein.wire.v1 import identity_pb2, identity_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import hello
@@ -232,6 +234,34 @@ async def test_a_caller_hears_when_what_was_done_could_not_be_noted(tmp_path: Pa
             await submit(channel)
         (tmp_path / FOLDER).unlink()
         assert not (await submit(channel)).is_new
+
+
+class Hasty:
+    """The context of a call whose caller has no certificate."""
+
+    def peer(self) -> str:
+        return "ipv4:10.0.0.7:4711"
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {"transport_security_type": [b"ssl"]}
+
+
+async def test_of_many_calls_that_are_broken_off_a_host_gets_a_few_lines_and_then_their_number(
+    tmp_path: Path,
+) -> None:
+    log, context = AuditLog(tmp_path), cast(Context, Hasty())
+    enrol = Audited(log).around(
+        "/skein.wire.v1.Enrol/Enrol", lambda _request, _context: asyncio.Event().wait()
+    )
+    calls = [asyncio.ensure_future(enrol(identity_pb2.EnrolRequest(name="eve"), context)) for _ in range(100)]
+    await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    await log.close()
+    *broken, (_, left_out) = entries(tmp_path)
+    assert {(x.who, x.outcome) for _, x in broken} == {("nobody", "broken off: it may have been done")}
+    assert (len(broken), left_out.outcome) == (audit.MAX_FREE, f"{100 - audit.MAX_FREE} more were left out")
 
 
 def test_only_methods_that_are_there_are_left_out() -> None:
