@@ -4,6 +4,7 @@ Rules of this file
 - A token's use is on disk before the certificate leaves; its secret is kept as a digest.
 - Coordinators that share a state directory share the register: SQLite lets one of them write at a time.
 - While a certificate counts, its name belongs to its key; a name that was revoked is free again when that has ended.
+- Who calls is looked up on the loop, by a connection of its own: nobody waits for what another writes.
 """
 
 import hashlib
@@ -87,11 +88,15 @@ class Register:
         self._database.execute(f"PRAGMA journal_mode = {mode}")
         self._database.execute("PRAGMA synchronous = FULL")
         self._database.executescript(_TABLES)
+        self._looking = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        self._looking_lock = Lock()
 
     def close(self) -> None:
         """Let go of the file, once whoever is at it is done."""
         with self._lock:
             self._database.close()
+        with self._looking_lock:
+            self._looking.close()
 
     def new_token(
         self, role: CallerRole, namespace: str, *, life_s: float, uses: int, now_s: float
@@ -133,6 +138,8 @@ class Register:
                 raise NotAdmittedError("token", token, f"ended at {utc_text(ends_s)}; {_anew(role)}")
             before = self._find(database, caller.role, name)
             if before is not None and before.key == key and before.token == token and not before.revoked_s:
+                # It counts anew from now on, and so does the name.
+                self._renew(database, caller, now_s=now_s)
                 return caller
             if uses < 1:
                 raise NotAdmittedError("token", token, f"is used up; {_anew(role)}")
@@ -148,6 +155,12 @@ class Register:
         """Note an identity that the coordinator's own machine made out, in the place of an older one."""
         with self._change() as database:
             self._enter(database, caller, key, "", now_s=now_s)
+
+    def may_enter(self, caller: Caller) -> bool:
+        """Whether the coordinator's own machine may make an identity out: nobody else has it, nor had until revoked."""
+        with self._lock:
+            found = self._find(self._database, caller.role, caller.name)
+        return found is None or not (found.revoked_s or found.token)
 
     def renew(self, caller: Caller, key: str, *, now_s: float) -> Caller:
         """The caller as it is registered, whose next certificate counts from now on.
@@ -165,10 +178,7 @@ class Register:
             if now_s > found.ends_s + RENEWABLE_S:
                 hint = f"ended at {utc_text(found.ends_s)}; {_anew(caller.role)}"
                 raise NotAdmittedError("identity", caller.name, hint)
-            database.execute(
-                "UPDATE identities SET ends_s = ? WHERE role = ? AND name = ?",
-                (now_s + LIFE_S, caller.role.value, caller.name),
-            )
+            self._renew(database, caller, now_s=now_s)
         return found.caller
 
     def revoke(self, role: CallerRole, name: str, *, now_s: float) -> Registered:
@@ -194,8 +204,8 @@ class Register:
         """Whether a caller with a certificate of this authority is refused all the same."""
         if caller.role is CallerRole.COORDINATOR:
             return False
-        with self._lock:
-            found = self._find(self._database, caller.role, caller.name)
+        with self._looking_lock:
+            found = self._find(self._looking, caller.role, caller.name)
         return found is None or bool(found.revoked_s)
 
     def identities(self) -> tuple[Registered, ...]:
@@ -233,6 +243,12 @@ class Register:
         with closing(database.execute(_ONE, (role.value, name))) as found:
             row = found.fetchone()
         return None if row is None else _registered(row)
+
+    def _renew(self, database: sqlite3.Connection, caller: Caller, *, now_s: float) -> None:
+        database.execute(
+            "UPDATE identities SET ends_s = ? WHERE role = ? AND name = ?",
+            (now_s + LIFE_S, caller.role.value, caller.name),
+        )
 
     def _enter(
         self, database: sqlite3.Connection, caller: Caller, key: str, token: str, *, now_s: float

@@ -1,5 +1,6 @@
 """The register of identities, by a clock that tests set."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from coordinator.identity.register import RENEWABLE_S, NewToken, NotAdmittedErro
 from skein.errors import UserError
 from skein.wire.identity.authority import LIFE_S
 from skein.wire.identity.names import CallerRole
+from tests.coordinator.builders import WAIT_S
 
 NOW_S = 1_800_000_000.0
 WORKER = CallerRole.WORKER
@@ -43,6 +45,26 @@ def test_a_use_counts_once_for_one_key_and_is_durable(tmp_path: Path) -> None:
     admit(second, by, "a", "k")
     with pytest.raises(NotAdmittedError, match="is used up"):
         admit(second, by, "b", "other")
+
+
+def test_a_certificate_that_is_asked_for_again_counts_for_no_longer_than_is_known(register: Register) -> None:
+    by = token(register, life_s=LIFE_S * 2)
+    admit(register, by, "a", "k")
+    admit(register, by, "a", "k", NOW_S + LIFE_S - 1)
+    (found,) = register.identities()
+    assert found.ends_s == NOW_S + 2 * LIFE_S - 1
+    other = token(register, life_s=LIFE_S * 2)
+    with pytest.raises(NotAdmittedError, match="belongs to another key"):
+        admit(register, other, "a", "other", NOW_S + LIFE_S + 1)
+
+
+def test_callers_are_looked_up_while_the_register_is_being_written(register: Register) -> None:
+    admit(register, token(register), "a", "k")
+    (found,) = register.identities()
+    with ThreadPoolExecutor(1) as other, register._change() as database:
+        database.execute("UPDATE identities SET revoked_s = 1")
+        assert not other.submit(register.is_revoked, found.caller).result(timeout=WAIT_S)
+    assert register.is_revoked(found.caller)
 
 
 def test_a_revoked_name_is_free_again_when_its_last_certificate_has_ended(register: Register) -> None:
