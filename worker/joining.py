@@ -1,5 +1,6 @@
 """A worker's way in by a pasted line: the identity that it has got by it before, or another one."""
 
+import logging
 import time
 from pathlib import Path
 
@@ -9,9 +10,11 @@ from skein.wire.identity.enrolling import enrol, led_by, renewed_if_due
 from skein.wire.identity.joining import JoinLine
 from skein.wire.identity.passport import Passport
 
+_log = logging.getLogger(__name__)
+
 
 async def identity_by(line: JoinLine, name: str | None, default_name: str, state_dir: Path) -> Wallet:
-    """Identity under `name`; the one that lies here is taken up again, and renewed where that is due.
+    """Identity under `name`; the one that lies here is taken up again, renewed where that is due and can be.
 
     Args:
         line: names the cluster, and has the token for the first time.
@@ -29,10 +32,15 @@ async def identity_by(line: JoinLine, name: str | None, default_name: str, state
         )
     path = state_dir / "identities" / f"{name or f'line-{line.token}'}.json"
     if path.exists() and (kept := Passport.load(path)).authority == line.authority:
-        fresh = await renewed_if_due(led_by(line, kept), clock=time.time)
-        if fresh != kept:
-            fresh.save(path)
-        return Wallet(fresh, path)
+        try:
+            fresh = await renewed_if_due(led_by(line, kept), clock=time.time)
+        except UserError as error:
+            # It never counts again, and would keep this worker out whatever line it is given.
+            _log.warning("the last identity is not renewed, so this worker joins anew: %s", error)
+        else:
+            if fresh != kept:
+                fresh.save(path)
+            return Wallet(fresh, path)
     made = await enrol(line, name or default_name, clock=time.time)
     made.save(path)
     return Wallet(made, path)

@@ -6,6 +6,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,7 +23,7 @@ from skein.wire.identity.passport import Passport, load_key
 FOLDER = "authority"
 ADMIN_FILE = "admin.json"
 ADMIN = Caller(name="admin", role=CallerRole.ADMIN)
-"""The identity that whoever can read the state directory has."""
+"""The identity that whoever can read the state directory has; once that was revoked it is admin-2, and so on."""
 _LOOK_S = 60.0
 _log = logging.getLogger("coordinator")
 
@@ -95,7 +96,9 @@ class IdentityOffice:
         known = self.register.renew(caller, asked if key_name(key) == asked else "", now_s=now_s)
         return self.authority.certify(request, known, now_s=now_s)
 
-    def new_line(self, role: CallerRole, namespace: str, *, life_s: float, uses: int) -> tuple[str, float]:
+    def new_line(
+        self, role: CallerRole, namespace: str, *, life_s: float, uses: int
+    ) -> tuple[JoinLine, float]:
         """A line to paste, and the Unix time at which it ends.
 
         Raises:
@@ -113,15 +116,18 @@ class IdentityOffice:
             secret=token.secret,
             role=role.value,
         )
-        return line.text(), token.ends_s
+        return line, token.ends_s
 
     def revoke(self, role: CallerRole, name: str) -> Registered:
-        """The identity, revoked.
+        """The identity, revoked; where it was that of the folder, another one lies there.
 
         Raises:
             UserError: there is none.
         """
-        return self.register.revoke(role, name, now_s=self._clock())
+        revoked = self.register.revoke(role, name, now_s=self._clock())
+        if role is CallerRole.ADMIN and self._is_leading:
+            self._try(self._make_admin)
+        return revoked
 
     def revoked(self) -> tuple[Registered, ...]:
         """Identities that are revoked, and have a certificate that would still count."""
@@ -152,11 +158,14 @@ class IdentityOffice:
             except sqlite3.Error as error:
                 _log.error("register: %s", error)
         if self._clock() >= self.wallet.passport.renewal_s():
-            try:
-                self.refresh()
-            except (SkeinError, sqlite3.Error) as error:
-                # On a full disk, for instance, which is no reason never to renew again.
-                _log.error("identity of the admin not renewed: %s", error)
+            self._try(self.refresh)
+
+    def _try(self, make: Callable[[], None]) -> None:
+        try:
+            make()
+        except (SkeinError, sqlite3.Error) as error:
+            # On a full disk, for instance, which is no reason never to renew again.
+            _log.error("identity of the admin not renewed: %s", error)
 
     def _read_ends(self) -> None:
         found = self.register.identities()
@@ -178,13 +187,19 @@ class IdentityOffice:
 def make_admin(
     authority: Authority, register: Register, file: Path, addresses: tuple[str, str], *, now_s: float
 ) -> Passport:
-    """The admin's identity in a file, of the key that is there already, with a certificate that counts from now."""
-    if file.exists() and (before := Passport.load(file)).authority == authority.pem:
-        made = replace(before, certificate=authority.certify(before.request(), ADMIN, now_s=now_s))
+    """The admin's identity in a file, with a certificate that counts from now.
+
+    Its key is the one that is there already, unless somebody has revoked that identity: then all of it is another's.
+    """
+    names = chain((ADMIN.name,), (f"{ADMIN.name}-{number}" for number in count(2)))
+    admin = next(who for name in names if register.may_enter(who := replace(ADMIN, name=name)))
+    before = Passport.load(file) if file.exists() else None
+    if before is not None and before.authority == authority.pem and before.caller == admin:
+        made = replace(before, certificate=authority.certify(before.request(), admin, now_s=now_s))
     else:
-        made = authority.make_out(ADMIN, now_s=now_s)
+        made = authority.make_out(admin, now_s=now_s)
     made = replace(made, addresses=addresses[0], enrol_addresses=addresses[1])
-    register.enter(ADMIN, key_digest(made), now_s=now_s)
+    register.enter(admin, key_digest(made), now_s=now_s)
     made.save(file)
     return made
 

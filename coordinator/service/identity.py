@@ -11,6 +11,7 @@ from coordinator.identity.register import Registered
 from skein.errors import UserError
 from skein.wire.context import Context
 from skein.wire.identity.callers import NAMELESS
+from skein.wire.identity.enrolling import check_clock
 from skein.wire.identity.names import CallerRole
 from skein.wire.serving.reading import Method
 from skein.wire.v1 import identity_pb2, identity_pb2_grpc
@@ -23,6 +24,9 @@ class Enrol(identity_pb2_grpc.EnrolServicer):
         self._office = office
 
     async def Enrol(self, request: identity_pb2.EnrolRequest, context: Context) -> identity_pb2.EnrolReply:
+        if request.wall_s:
+            # Before the token is used, which would be lost on somebody who cannot use the certificate.
+            check_clock(theirs_s=time.time(), ours_s=request.wall_s)
         made = await asyncio.to_thread(
             self._office.enrol, request.token, request.secret, request.name, request.request
         )
@@ -52,7 +56,7 @@ class Identities(identity_pb2_grpc.IdentitiesServicer):
         line, ends_s = await asyncio.to_thread(
             self._office.new_line, role, request.namespace, life_s=request.life_s, uses=request.uses
         )
-        return identity_pb2.CreateTokenReply(line=line, ends_s=ends_s)
+        return identity_pb2.CreateTokenReply(line=line.text(), ends_s=ends_s, token=line.token)
 
     async def ListIdentities(
         self, request: identity_pb2.ListIdentitiesRequest, context: Context

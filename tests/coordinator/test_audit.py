@@ -213,7 +213,8 @@ async def test_identities_are_named_in_what_they_do_and_in_what_they_may_not(tmp
         ("admin admin", "Revoke"),
         ("viewer eve", "Version"),
     ]
-    assert "name=eve" in lines[1][2]
+    role, token = lines[0][2].split()
+    assert (role, lines[1][2]) == ("role=viewer", f"name=eve {token}")
     assert lines[2][2:] == ("worker=w", "refused: viewer eve may not call Drain, which is for: admin")
     assert lines[3][2:] == ("role=viewer name=eve namespace=default", "done")
     assert "was revoked" in lines[4][3]

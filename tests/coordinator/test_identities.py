@@ -16,7 +16,7 @@ from client.aio import AsyncClient
 from client.cli import run
 from coordinator.identity.__main__ import run as init
 from coordinator.identity.office import ADMIN_FILE, FOLDER, IdentityOffice
-from coordinator.identity.register import STANDS_S
+from coordinator.identity.register import STANDS_S, Register
 from coordinator.serving import Serving, ServingOptions
 from coordinator.telling.metrics import CoordinatorMetrics
 from skein.config.quota import UNBOUNDED, QuotasSpec
@@ -191,13 +191,15 @@ async def test_the_port_for_strangers_answers_nothing_but_enrolment(tmp_path: Pa
 
 async def test_a_clock_that_is_off_is_told_by_how_much(tmp_path: Path) -> None:
     async with cluster(tmp_path) as known:
-        line = await known.line(uses=2)
+        line = await known.line()
         with pytest.raises(
             UserError, match=r"clock is (1000|999) s ahead of the coordinator's; set it right"
         ):
             await enrol(line, "a", clock=lambda: time.time() + 1000)
         with pytest.raises(UserError, match=r"clock is (1000|1001) s behind the coordinator's; set it right"):
-            await enrol(line, "b", clock=lambda: time.time() - 1000)
+            await enrol(line, "a", clock=lambda: time.time() - 1000)
+        # Neither the line nor the name was used up by that.
+        assert (await enrol(line, "a", clock=time.time)).caller.name == "a"
 
 
 async def test_by_the_command_one_makes_a_line_another_joins_and_is_revoked(
@@ -213,7 +215,7 @@ async def test_by_the_command_one_makes_a_line_another_joins_and_is_revoked(
     async with cluster(tmp_path) as known:
         by_admin = ("--coordinator", known.target, "--identity", admin)
         code, line, told = await says("token", "create", "--role", "viewer", *by_admin)
-        assert (code, told.split()[-4:]) == (0, ["times:", "skein", "join", "LINE"])
+        assert (code, told.split()[-4:]) == (0, ["once:", "skein", "join", "LINE"])
         (tmp_path / "line").write_text(line)
         elsewhere = known.target.replace("127.0.0.1", "localhost")
         code, told, _ = await says("join", f"@{tmp_path / 'line'}", "--name", "ada", "--at", elsewhere)
@@ -321,13 +323,47 @@ async def test_an_identity_that_is_kept_goes_where_a_newer_line_leads(tmp_path: 
         ).passport.addresses == f"{known.target},moved:7411"
 
 
+async def test_an_identity_that_is_never_renewed_again_gives_way_to_a_newer_line(tmp_path: Path) -> None:
+    async with cluster(tmp_path / "state") as known:
+        kept = (await identity_by(await known.line(), "w-1", "", tmp_path)).passport
+        await known.revoke("w-1")
+        register = Register(tmp_path / "state" / FOLDER)
+        authority = Authority.kept_in(tmp_path / "state" / FOLDER, now_s=time.time())
+        ended = authority.certify(kept.request(), kept.caller, now_s=time.time() - 2 * LIFE_S)
+        replace(kept, certificate=ended).save(tmp_path / "identities" / "w-1.json")
+        with register._change() as database:
+            database.execute("UPDATE identities SET ends_s = 1 WHERE role = 'worker'")
+        anew = (await identity_by(await known.line(), "w-1", "", tmp_path)).passport
+        assert anew.key != kept.key
+        assert await known.version(anew) == 1
+
+
+async def test_a_revoked_admin_of_the_state_directory_stays_so_and_another_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    async with cluster(tmp_path) as known:
+        stolen, other = known.admin, await known.passport("ada", "admin")
+        known.admin = other
+        await known.revoke("admin", "admin")
+        with pytest.raises(aio.AioRpcError, match="admin admin was revoked"):
+            await known.version(stolen)
+        second = Passport.load(tmp_path / FOLDER / ADMIN_FILE)
+        assert (second.caller.name, await known.version(second)) == ("admin-2", 1)
+    async with cluster(tmp_path) as known:
+        with pytest.raises(aio.AioRpcError, match="admin admin was revoked"):
+            await known.version(stolen)
+        with pytest.raises(UserError, match="was revoked at"):
+            await renewed(replace(stolen, enrol_addresses=known.admin.enrol_addresses), clock=time.time)
+        assert known.admin.key == second.key
+        assert await known.version(known.admin) == 2
+
+
 def test_lines_name_all_coordinators_that_were_seen_of_late(tmp_path: Path) -> None:
     now_s = time.time()
     first, second = (IdentityOffice(tmp_path, clock=lambda: now_s) for _ in range(2))
 
     def named(office: IdentityOffice) -> tuple[str, str]:
-        text, _ = office.new_line(CallerRole.WORKER, "", life_s=60.0, uses=1)
-        line = JoinLine.parse("line", text)
+        line, _ = office.new_line(CallerRole.WORKER, "", life_s=60.0, uses=1)
         return line.addresses, line.enrol_addresses
 
     first.lead("a:7411", "a:7413")

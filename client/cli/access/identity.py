@@ -69,7 +69,8 @@ def create(*, role: str, ttl: str, uses: int, namespace: str, is_json: bool) -> 
         return
     way = "skein worker up --join" if role == CallerRole.WORKER else "skein join"
     click.echo(line)
-    click.echo(f"until {utc_text(ends_s)}, {uses} times: {way} LINE", err=True)
+    often = "once" if uses == 1 else f"{uses} times"
+    click.echo(f"until {utc_text(ends_s)}, {often}: {way} LINE", err=True)
 
 
 @remote_command

@@ -59,5 +59,6 @@ class NamedCallers(Around):
 def revoked_text(caller: Caller) -> str:
     """Refusal of a caller who has been revoked."""
     return (
-        f"{caller.role} {caller.name} was revoked: ask who runs the coordinator for a line to join with anew"
+        f"{caller.role} {caller.name} was revoked: "
+        "join anew, by another name, with a line from skein token create"
     )

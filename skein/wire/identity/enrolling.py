@@ -49,7 +49,7 @@ async def enrol(line: JoinLine, name: str, *, clock: Callable[[], float]) -> Pas
         enrol_addresses=line.enrol_addresses,
     )
     wanted = identity_pb2.EnrolRequest(
-        token=line.token, secret=line.secret, name=name, request=draft.request()
+        token=line.token, secret=line.secret, name=name, request=draft.request(), wall_s=clock()
     )
     return await _fulfilled(draft, lambda stub: stub.Enrol(wanted, timeout=_CALL_S), clock)
 
@@ -135,7 +135,7 @@ async def _fulfilled(draft: Passport, ask: Ask, clock: Callable[[], float]) -> P
                 if (skew := await asyncio.to_thread(_skew_text, address, clock())) is not None:
                     raise UserError("clock", utc_text(clock()), skew) from error
                 continue
-        _check_clock(reply.wall_s, clock())
+        check_clock(theirs_s=reply.wall_s, ours_s=clock())
         return _made_out(draft, reply)
     raise failure
 
@@ -169,7 +169,12 @@ def _with(known: str, others: str) -> str:
     return ",".join(list(found)[:_MAX_ADDRESSES])
 
 
-def _check_clock(theirs_s: float, ours_s: float) -> None:
+def check_clock(*, theirs_s: float, ours_s: float) -> None:
+    """Returns if the clock of a newcomer, ours, is near that of the coordinator.
+
+    Raises:
+        UserError: it is not; the text says by how much.
+    """
     if abs(ours_s - theirs_s) > _MAX_SKEW_S:
         way = "ahead of" if ours_s > theirs_s else "behind"
         hint = f"this machine's clock is {abs(ours_s - theirs_s):.0f} s {way} the coordinator's; set it right"

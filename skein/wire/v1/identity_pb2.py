@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cskein/wire/v1/identity.proto\x12\rskein.wire.v1\"L\n\x0c\x45nrolRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0f\n\x07request\x18\x04 \x01(\x0c\"4\n\x0cRenewRequest\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\t\x12\x0f\n\x07request\x18\x02 \x01(\x0c\"]\n\nEnrolReply\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\t\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x11\n\taddresses\x18\x03 \x01(\t\x12\x17\n\x0f\x65nrol_addresses\x18\x04 \x01(\t\"S\n\x12\x43reateTokenRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x0e\n\x06life_s\x18\x03 \x01(\x01\x12\x0c\n\x04uses\x18\x04 \x01(\r\"0\n\x10\x43reateTokenReply\x12\x0c\n\x04line\x18\x01 \x01(\t\x12\x0e\n\x06\x65nds_s\x18\x02 \x01(\x01\"\x17\n\x15ListIdentitiesRequest\"G\n\x13ListIdentitiesReply\x12\x30\n\nidentities\x18\x01 \x03(\x0b\x32\x1c.skein.wire.v1.KnownIdentity\"\x14\n\x12ListRevokedRequest\"+\n\rRevokeRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"r\n\rKnownIdentity\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x0f\n\x07since_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x65nds_s\x18\x05 \x01(\x01\x12\x11\n\trevoked_s\x18\x06 \x01(\x01\x32\x89\x01\n\x05\x45nrol\x12?\n\x05\x45nrol\x12\x1b.skein.wire.v1.EnrolRequest\x1a\x19.skein.wire.v1.EnrolReply\x12?\n\x05Renew\x12\x1b.skein.wire.v1.RenewRequest\x1a\x19.skein.wire.v1.EnrolReply2\xd7\x02\n\nIdentities\x12Q\n\x0b\x43reateToken\x12!.skein.wire.v1.CreateTokenRequest\x1a\x1f.skein.wire.v1.CreateTokenReply\x12Z\n\x0eListIdentities\x12$.skein.wire.v1.ListIdentitiesRequest\x1a\".skein.wire.v1.ListIdentitiesReply\x12\x44\n\x06Revoke\x12\x1c.skein.wire.v1.RevokeRequest\x1a\x1c.skein.wire.v1.KnownIdentity\x12T\n\x0bListRevoked\x12!.skein.wire.v1.ListRevokedRequest\x1a\".skein.wire.v1.ListIdentitiesReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cskein/wire/v1/identity.proto\x12\rskein.wire.v1\"\\\n\x0c\x45nrolRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0f\n\x07request\x18\x04 \x01(\x0c\x12\x0e\n\x06wall_s\x18\x05 \x01(\x01\"4\n\x0cRenewRequest\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\t\x12\x0f\n\x07request\x18\x02 \x01(\x0c\"]\n\nEnrolReply\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\t\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x11\n\taddresses\x18\x03 \x01(\t\x12\x17\n\x0f\x65nrol_addresses\x18\x04 \x01(\t\"S\n\x12\x43reateTokenRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x0e\n\x06life_s\x18\x03 \x01(\x01\x12\x0c\n\x04uses\x18\x04 \x01(\r\"?\n\x10\x43reateTokenReply\x12\x0c\n\x04line\x18\x01 \x01(\t\x12\x0e\n\x06\x65nds_s\x18\x02 \x01(\x01\x12\r\n\x05token\x18\x03 \x01(\t\"\x17\n\x15ListIdentitiesRequest\"G\n\x13ListIdentitiesReply\x12\x30\n\nidentities\x18\x01 \x03(\x0b\x32\x1c.skein.wire.v1.KnownIdentity\"\x14\n\x12ListRevokedRequest\"+\n\rRevokeRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"r\n\rKnownIdentity\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x0f\n\x07since_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x65nds_s\x18\x05 \x01(\x01\x12\x11\n\trevoked_s\x18\x06 \x01(\x01\x32\x89\x01\n\x05\x45nrol\x12?\n\x05\x45nrol\x12\x1b.skein.wire.v1.EnrolRequest\x1a\x19.skein.wire.v1.EnrolReply\x12?\n\x05Renew\x12\x1b.skein.wire.v1.RenewRequest\x1a\x19.skein.wire.v1.EnrolReply2\xd7\x02\n\nIdentities\x12Q\n\x0b\x43reateToken\x12!.skein.wire.v1.CreateTokenRequest\x1a\x1f.skein.wire.v1.CreateTokenReply\x12Z\n\x0eListIdentities\x12$.skein.wire.v1.ListIdentitiesRequest\x1a\".skein.wire.v1.ListIdentitiesReply\x12\x44\n\x06Revoke\x12\x1c.skein.wire.v1.RevokeRequest\x1a\x1c.skein.wire.v1.KnownIdentity\x12T\n\x0bListRevoked\x12!.skein.wire.v1.ListRevokedRequest\x1a\".skein.wire.v1.ListIdentitiesReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,27 +32,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'skein.wire.v1.identity_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENROLREQUEST']._serialized_start=47
-  _globals['_ENROLREQUEST']._serialized_end=123
-  _globals['_RENEWREQUEST']._serialized_start=125
-  _globals['_RENEWREQUEST']._serialized_end=177
-  _globals['_ENROLREPLY']._serialized_start=179
-  _globals['_ENROLREPLY']._serialized_end=272
-  _globals['_CREATETOKENREQUEST']._serialized_start=274
-  _globals['_CREATETOKENREQUEST']._serialized_end=357
-  _globals['_CREATETOKENREPLY']._serialized_start=359
-  _globals['_CREATETOKENREPLY']._serialized_end=407
-  _globals['_LISTIDENTITIESREQUEST']._serialized_start=409
-  _globals['_LISTIDENTITIESREQUEST']._serialized_end=432
-  _globals['_LISTIDENTITIESREPLY']._serialized_start=434
-  _globals['_LISTIDENTITIESREPLY']._serialized_end=505
-  _globals['_LISTREVOKEDREQUEST']._serialized_start=507
-  _globals['_LISTREVOKEDREQUEST']._serialized_end=527
-  _globals['_REVOKEREQUEST']._serialized_start=529
-  _globals['_REVOKEREQUEST']._serialized_end=572
-  _globals['_KNOWNIDENTITY']._serialized_start=574
-  _globals['_KNOWNIDENTITY']._serialized_end=688
-  _globals['_ENROL']._serialized_start=691
-  _globals['_ENROL']._serialized_end=828
-  _globals['_IDENTITIES']._serialized_start=831
-  _globals['_IDENTITIES']._serialized_end=1174
+  _globals['_ENROLREQUEST']._serialized_end=139
+  _globals['_RENEWREQUEST']._serialized_start=141
+  _globals['_RENEWREQUEST']._serialized_end=193
+  _globals['_ENROLREPLY']._serialized_start=195
+  _globals['_ENROLREPLY']._serialized_end=288
+  _globals['_CREATETOKENREQUEST']._serialized_start=290
+  _globals['_CREATETOKENREQUEST']._serialized_end=373
+  _globals['_CREATETOKENREPLY']._serialized_start=375
+  _globals['_CREATETOKENREPLY']._serialized_end=438
+  _globals['_LISTIDENTITIESREQUEST']._serialized_start=440
+  _globals['_LISTIDENTITIESREQUEST']._serialized_end=463
+  _globals['_LISTIDENTITIESREPLY']._serialized_start=465
+  _globals['_LISTIDENTITIESREPLY']._serialized_end=536
+  _globals['_LISTREVOKEDREQUEST']._serialized_start=538
+  _globals['_LISTREVOKEDREQUEST']._serialized_end=558
+  _globals['_REVOKEREQUEST']._serialized_start=560
+  _globals['_REVOKEREQUEST']._serialized_end=603
+  _globals['_KNOWNIDENTITY']._serialized_start=605
+  _globals['_KNOWNIDENTITY']._serialized_end=719
+  _globals['_ENROL']._serialized_start=722
+  _globals['_ENROL']._serialized_end=859
+  _globals['_IDENTITIES']._serialized_start=862
+  _globals['_IDENTITIES']._serialized_end=1205
 # @@protoc_insertion_point(module_scope)

@@ -26,12 +26,15 @@ class EnrolRequest(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     secret: _builtins.str
     name: _builtins.str
     """Whom the certificate is to name."""
     request: _builtins.bytes
     """A signing request in PEM."""
+    wall_s: _builtins.float
+    """The newcomer's clock: Unix time; one that is off uses up nothing. 0: it is not told."""
     def __init__(
         self,
         *,
@@ -39,10 +42,11 @@ class EnrolRequest(_message.Message):
         secret: _builtins.str = ...,
         name: _builtins.str = ...,
         request: _builtins.bytes = ...,
+        wall_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "request", b"request", "secret", b"secret", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "request", b"request", "secret", b"secret", "token", b"token", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -138,18 +142,22 @@ class CreateTokenReply(_message.Message):
 
     LINE_FIELD_NUMBER: _builtins.int
     ENDS_S_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     line: _builtins.str
     """To be pasted where somebody joins."""
     ends_s: _builtins.float
+    token: _builtins.str
+    """Name of the token in it, as the audit log has it."""
     def __init__(
         self,
         *,
         line: _builtins.str = ...,
         ends_s: _builtins.float = ...,
+        token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends_s", b"ends_s", "line", b"line"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends_s", b"ends_s", "line", b"line", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
