@@ -1,11 +1,12 @@
-"""Groups of a plan by what each reduces: which stages are in it, and which of their parameters.
+"""Groups of a plan by what each reduces: which stages are in it, and which of their parameters; and who keeps these.
 
 Rules of this file
 - A parameter of a stage is reduced in one group: the one that takes it, or else the stage's own.
+- A worker has a parameter once, whatever stages of its it is in: the first of them keeps it.
 - All others ask here, so a new kind of group is a class in `skein.types` and a case here.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import assert_never
@@ -46,6 +47,20 @@ def names_by_group(
         group = group_by_name.get(name, own)
         found[group] = (*found.get(group, ()), name)
     return found
+
+
+def keepers_of(names: Mapping[StageIndex, Collection[str]]) -> dict[StageIndex, dict[str, StageIndex]]:
+    """For each stage of a worker the parameters that an earlier one keeps, with the stage that does.
+
+    >>> keepers_of({StageIndex(2): ["n", "e"], StageIndex(0): ["e", "b"]})
+    {0: {}, 2: {'e': 0}}
+    """
+    keepers: dict[str, StageIndex] = {}
+    kept: dict[StageIndex, dict[str, StageIndex]] = {}
+    for stage in sorted(names):
+        kept[stage] = {name: keepers[name] for name in names[stage] if name in keepers}
+        keepers = dict.fromkeys(names[stage], stage) | keepers
+    return kept
 
 
 @lru_cache(maxsize=64)

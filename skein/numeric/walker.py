@@ -1,5 +1,6 @@
 """Parameters and state of one walker, as far as one worker holds them: what optimizers and rules work on."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -47,6 +48,27 @@ class Walker:
     params: Tensors
     state: dict[str, Tensors]
     num_updates: int = 0
+
+    def share(self, keepers: "Mapping[str, Walker]") -> None:
+        """Have these parameters, with their state, in the memory of the walkers that keep them, bits being equal."""
+        for name, keeper in keepers.items():
+            self.params[name] = keeper.params[name]
+            for slot, tensors in self.state.items():
+                if name in tensors:
+                    tensors[name] = keeper.state[slot][name]
+
+    def without(self, names: Collection[str]) -> "Walker":
+        """The same tensors but for those of these parameters; the walker itself if it has none."""
+        if self.params.keys().isdisjoint(names):
+            return self
+        return Walker(
+            params={name: x for name, x in self.params.items() if name not in names},
+            state={
+                slot: {name: x for name, x in tensors.items() if name not in names}
+                for slot, tensors in self.state.items()
+            },
+            num_updates=self.num_updates,
+        )
 
     def copy(self) -> "Walker":
         """The same in other memory."""

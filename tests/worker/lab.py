@@ -138,11 +138,15 @@ class Arrangement:
 
 
 def arrange(
-    job: JobSpec, ways: Sequence[Sequence[int]] | None = None, pattern: Pattern = DIRECT
+    job: JobSpec,
+    ways: Sequence[Sequence[int]] | None = None,
+    pattern: Pattern = DIRECT,
+    num_holders: int | None = None,
 ) -> Arrangement:
     """An even cut; replica r's worker of stage s is w<r><s>, microbatches go round the replicas.
 
-    Microbatch m visits the stages `ways[m % len(ways)]` in that order, by default all.
+    With fewer holders than stages for each replica, they hold stages in turn. Microbatch m visits the stages
+    `ways[m % len(ways)]` in that order, by default all.
     """
     num_layers = len(job.layers)
     is_loop = job.parallel.layout is Layout.LOOP
@@ -153,8 +157,11 @@ def arrange(
         StageSpec(index=StageIndex(i), first=first, stop=stop)
         for i, (first, stop) in enumerate(pairwise(bounds))
     )
+    in_turn = num_holders or bodies
     rings = [
-        tuple(ChunkRef(stage=stage.index, worker=WorkerId(f"w{r}{stage.index % bodies}")) for stage in stages)
+        tuple(
+            ChunkRef(stage=stage.index, worker=WorkerId(f"w{r}{stage.index % in_turn}")) for stage in stages
+        )
         for r in range(job.parallel.replicas)
     ]
     chunks = tuple(ref for ring in rings for ref in ring)
@@ -239,10 +246,15 @@ class Lab:
     """All workers of a job; `step` runs one training step, op by op."""
 
     def __init__(
-        self, job: JobSpec, ways: Sequence[Sequence[int]] | None = None, *, pattern: Pattern = DIRECT
+        self,
+        job: JobSpec,
+        ways: Sequence[Sequence[int]] | None = None,
+        *,
+        pattern: Pattern = DIRECT,
+        num_holders: int | None = None,
     ) -> None:
         self.job = job
-        self.arrangement = arrange(job, ways, pattern)
+        self.arrangement = arrange(job, ways, pattern, num_holders)
         self.benches = {worker: Bench(worker, job, self.arrangement) for worker in self.arrangement.workers}
         self.sent: list[tuple[WorkerId, WorkerId, frozenset[str]]] = []
         """Sender, receiver and names of what travelled."""

@@ -51,6 +51,8 @@ class Chunk:
         """Its parameters are the module's own memory."""
         self._accumulators: dict[GroupId, Tensor] = {}
         self._names: dict[GroupId, tuple[str, ...]] = {}
+        self._kept_elsewhere: frozenset[str] = frozenset()
+        """Parameters that another chunk here keeps, and updates."""
         self._place: tuple[int, int] | None = None
         """Among how many members of the stage's group, and as the how-manieth."""
         self._members: tuple[ChunkRef, ...] = ()
@@ -94,6 +96,16 @@ class Chunk:
         if self._place is not None and (self._place != place or is_other):
             self.rule.on_membership(self.walker, before=self._place[0], after=place[0], me=self._place[1])
         self._place, self._members = place, members
+
+    def share(self, keepers: "Mapping[str, Chunk]") -> None:
+        """Has these parameters and their state as one with the chunks that keep them; all others are its own to update.
+
+        Holders of a version are equal bit by bit, so what was computed before is none the worse.
+        """
+        self._kept_elsewhere = frozenset(keepers)
+        self.walker.share({name: keeper.walker for name, keeper in keepers.items()})
+        for name in keepers:
+            self.params[name].data = self.walker.params[name]
 
     def begin_with_parameters(self) -> None:
         """The parameters were replaced before the first update: all else begins with these."""
@@ -149,14 +161,21 @@ class Chunk:
             grads: dict[str, Tensor] = {}
             for group in self.groups:
                 grads |= self.named(group, result_by_group[group])
-            update(self.rule, self.walker, grads, record, weight=weight)
+            self._update(grads, record, weight)
         self.version = Step(record.step + 1)
 
     def step_alone(self, record: StepRecord, weight: float) -> None:
         """Update as `apply` does, with this chunk's own sums; at `weight` 0 nothing changes but the version."""
         if weight:
-            update(self.rule, self.walker, self.gradients(), record, weight=weight)
+            self._update(self.gradients(), record, weight)
         self.version = Step(record.step + 1)
+
+    def _update(self, grads: Mapping[str, Tensor], record: StepRecord, weight: float) -> None:
+        """Update what no other chunk here keeps."""
+        kept = self.walker.without(self._kept_elsewhere)
+        own = {name: grad for name, grad in grads.items() if name in kept.params}
+        update(self.rule, kept, own, record, weight=weight)
+        self.walker.num_updates = kept.num_updates
 
     @torch.no_grad()
     def put_parameters(self, params: Mapping[str, Tensor]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skein.config.job import JobSpec
+from skein.model.reduced import keepers_of
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import Resumption
 from skein.types import JobId, StageIndex, WorkerId
@@ -24,3 +25,9 @@ class Holding:
     """None on workers where no path begins."""
     resumption: Resumption | None
     """Part of the step in progress that stays; None: nothing."""
+
+
+def share_among(chunks: Mapping[StageIndex, Chunk]) -> None:
+    """Has the chunks of a worker hold each parameter once."""
+    for stage, keepers in keepers_of({at: chunk.params for at, chunk in chunks.items()}).items():
+        chunks[stage].share({name: chunks[keeper] for name, keeper in keepers.items()})

@@ -66,7 +66,7 @@ from skein.types import (
 )
 from worker.compute.chunk import Chunk
 from worker.compute.exchanging import Exchanging, claim_of
-from worker.compute.holding import Holding
+from worker.compute.holding import Holding, share_among
 from worker.compute.left import Left
 from worker.compute.operands import check_operands
 from worker.compute.payload import (
@@ -127,6 +127,7 @@ class Compute:
         self.forget()
         self._left = left
         carried = {x.stage for x in resumed if x.ledger}
+        share_among(holding.chunks)
         for index, chunk in holding.chunks.items():
             if index not in carried:
                 chunk.lay_out(holding.groups, holding.worker)
@@ -144,7 +145,6 @@ class Compute:
         if self.holding is not None and self.holding.batches is not None:
             self.holding.batches.close()
         self.holding = None
-        self._leaving = ()
 
     def chunk_of(self, job: JobId, stage: StageSpec, version: Step) -> Chunk | None:
         """A chunk of `job` that is here at `version`, even if it was given up."""
@@ -171,6 +171,7 @@ class Compute:
     def _drop_step(self) -> None:
         self._left = Left()
         self._results.clear()
+        self._leaving = ()  # An update may change a part of these.
 
     @property
     def _exchanges(self) -> Exchanging:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from skein.config.job import JobSpec
+from skein.model.reduced import keepers_of
 from skein.numeric.aggregate.member import (
     ExchangeKey,
     StepExchanges,
@@ -32,9 +33,9 @@ from skein.protocol.messages.directives import (
 )
 from skein.protocol.messages.tensors import ShardTensor
 from skein.protocol.worker.ops import ApplyOp, Joined, JoinOp, OpOutcome, PackOp, SumOp
-from skein.sim.compute.executor import Payload
+from skein.sim.compute.executor import Payload, StageTimes
 from skein.sim.compute.numeric import F64, NumericExecutor, NumericModel
-from skein.sim.judging.invariants import INITIAL, Violated, lineage_after
+from skein.sim.judging.invariants import INITIAL, Violated, Visits, lineage_after
 from skein.types import (
     ChunkRef,
     Local,
@@ -165,6 +166,8 @@ class AggregatingExecutor(NumericExecutor):
         super().__init__(model, worker, flops_per_s)
         self._rule = model.rule
         self._walkers: dict[StageIndex, HeldStage] = {}
+        self._keepers: dict[StageIndex, dict[str, StageIndex]] = {}
+        """For each stage the parameters that another one here keeps, and updates."""
         self._groups_of: dict[StageSpec, tuple[ChunkRef, ...]] = {}
         self._files: dict[StageIndex, tuple[tuple[str, ...], int]] = {}
         self._exchanges = StepExchanges()
@@ -172,6 +175,32 @@ class AggregatingExecutor(NumericExecutor):
         """With the history of commits after which each was made."""
 
     # --- what is held ---
+
+    def build(
+        self,
+        assign: Assign,
+        given: Mapping[StageIndex, str],
+        times: Mapping[StageIndex, StageTimes],
+        visits: Visits,
+    ) -> None:
+        """Build as the numeric model does, and have what several stages share once."""
+        super().build(assign, given, times, visits)
+        self._keepers = keepers_of({stage: self._walkers[stage].walker.params for stage in self.chunks})
+        for stage, keepers in self._keepers.items():
+            self._share(stage, {name: self._walkers[keeper].walker for name, keeper in keepers.items()})
+
+    def _share(self, stage: StageIndex, keepers: Mapping[str, Walker]) -> None:
+        """Have a stage's parameters where they are kept, which must be equal bit by bit.
+
+        Raises:
+            Violated: they are not.
+        """
+        walker = self._walkers[stage].walker
+        before = walker.copy()
+        walker.share(keepers)
+        wrong = differing(*(dict(replicated(self._rule, x, is_one=True)) for x in (before, walker)))
+        if wrong or any(keeper.num_updates != walker.num_updates for keeper in keepers.values()):
+            raise Violated(f"{self.worker} has two of {wrong or [*keepers]} at stage {stage}")
 
     def reads(self, stage: StageIndex, files: tuple[str, ...], *, num_walkers: int) -> None:
         """The next build has a stage from these files of a checkpoint of so many walkers."""
@@ -354,6 +383,7 @@ class AggregatingExecutor(NumericExecutor):
         if result is None or not result.weight:
             return
         walker, grads = self._walkers[stage].walker, Tensors()
+        kept = walker.without(self._keepers[stage])
         for group, names in self._names[stage].items():
             part = result if group == Own(stage) else results.get(group)
             if part is not None and names:
@@ -364,7 +394,9 @@ class AggregatingExecutor(NumericExecutor):
             learning_rate=record.learning_rate,
             gradient_scale=result.weight * record.clip,
         )
-        self._rule.local_step(walker, grads, terms, talks=False)
+        own = {name: grad for name, grad in grads.items() if name in kept.params}
+        self._rule.local_step(kept, own, terms, talks=False)
+        walker.num_updates = kept.num_updates
 
 
 def _shape(walker: Walker) -> tuple[int, ...]:

@@ -312,7 +312,8 @@ class NumericExecutor(SimExecutor, ABC):
         return Sketched(values=tuple((np.concatenate(list(draws), axis=1) @ result).tolist()))
 
     def _update(self, op: ApplyOp) -> OpOutcome:
-        after = {stage: self._updated(stage, op) for stage in self.chunks}
+        # In order: what several stages share is updated by the first of them.
+        after = {stage: self._updated(stage, op) for stage in sorted(self.chunks)}
         outcome = super()._carry_out(op)
         self._params |= after
         if op.keeps_step:
