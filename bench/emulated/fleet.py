@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from skein.config.job import JobSpec
 from skein.plan.cut import cut
-from skein.plan.load import stage_loads
+from skein.plan.load import ends_spared_bytes, stage_loads
 from skein.plan.ops import WEIGHT_SHARE
 
 _CITIES = Path(__file__).with_name("cities.json")
@@ -145,5 +145,5 @@ def memory_for(job: JobSpec, slots: int) -> int:
     loads = stage_loads(job, cut(layers, job.parallel.stages, job.parallel.layout))
     needed = [load.memory_bytes(slots) for load in loads]
     if len(loads) > job.parallel.stages:
-        needed[0] += loads[-1].memory_bytes(1)
+        needed[0] += loads[-1].memory_bytes(1) - ends_spared_bytes(job)
     return max(needed)

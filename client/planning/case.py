@@ -10,6 +10,7 @@ from client.planning.messages import NoPlan, Objective
 from skein.config.explain import Words
 from skein.config.job import JobSpec
 from skein.errors import UserError
+from skein.plan.load import spared_bytes, together_bytes
 from skein.plan.plan import Infeasible
 from skein.plan.route.problem import Problem, Routing
 from skein.topology.doubts import LinkDoubt, questioned_links
@@ -25,15 +26,21 @@ _FLEET_KEYS = ("fleet", "job")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes that a chunk of each stage takes, by itself and for each microbatch it holds, and what workers have."""
+    """Bytes that a chunk of each stage takes, by itself and for each microbatch it holds, and what workers have.
+
+    `spared_bytes`: what two stages take less on one worker than on two, where that is anything.
+    """
 
     fixed_bytes: tuple[int, ...]
     slot_bytes: tuple[int, ...]
     worker_bytes: tuple[int, ...]
+    spared_bytes: Mapping[tuple[int, int], int]
 
     def held_bytes(self, stages: Sequence[int], held: Sequence[int]) -> int:
         """Memory of a worker that holds so many microbatches at chunks of these stages."""
-        return sum(self.fixed_bytes[s] + n * self.slot_bytes[s] for s, n in zip(stages, held, strict=True))
+        spared = sum(num for pair, num in self.spared_bytes.items() if set(pair) <= {*stages})
+        needed = sum(self.fixed_bytes[s] + n * self.slot_bytes[s] for s, n in zip(stages, held, strict=True))
+        return needed - spared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +201,12 @@ def _memory(posed: "Posed", worker_bytes: Sequence[int]) -> Memory:
     loads, num_stages = posed.loads, posed.problem.num_stages
     fixed = [load.fixed_bytes for load in loads[:num_stages]]
     if num_stages < len(loads):
-        fixed[0] += loads[-1].memory_bytes(1)
+        fixed[0] = together_bytes([loads[0], loads[-1]], [0, 1])
     elif num_stages > 1:
         fixed[-1] += loads[-1].slot_bytes  # LINE's last stage runs one microbatch from forward to backward
     return Memory(
         fixed_bytes=tuple(fixed),
         slot_bytes=tuple(load.slot_bytes for load in loads[:num_stages]),
         worker_bytes=tuple(worker_bytes),
+        spared_bytes=spared_bytes(loads[:num_stages]),
     )

@@ -192,9 +192,18 @@ def pending_bytes(
 
 
 def tied_names(model: AnyModel) -> frozenset[str]:
-    """Names of the tensors that two layers share; a cut between them leaves two copies."""
-    num_holders = Counter(name for layer in model.layer_parameters() for name in layer)
-    return frozenset(name for name, num in num_holders.items() if num > 1)
+    """Names of the tensors that two layers share; a cut between them leaves two copies, on two workers."""
+    return frozenset(name for sizes in tied_sizes(model) for name in sizes)
+
+
+@lru_cache(maxsize=64)
+def tied_sizes(model: AnyModel) -> tuple[Mapping[str, int], ...]:
+    """Numbers in those tensors of each layer that another layer has too, by name."""
+    layers = model.layer_parameters()
+    num_holders = Counter(name for layer in layers for name in layer)
+    return tuple(
+        {name: math.prod(shape) for name, shape in layer.items() if num_holders[name] > 1} for layer in layers
+    )
 
 
 # --- for families ---

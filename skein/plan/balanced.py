@@ -44,8 +44,10 @@ from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import (
     StageLoad,
     slots_within,
+    spared_bytes,
     split_stages,
     stage_loads,
+    together_bytes,
 )
 from skein.plan.order import ascending_schedules
 from skein.plan.paths import find_paths, find_skipping_paths, split_at, widest_jump
@@ -187,14 +189,16 @@ class Setting:
         loads = self.loads(stages)
         flops = np.array([x.flops for x in loads], dtype=np.float64)
         memory_bytes = np.array([x.memory_bytes(1) for x in loads], dtype=np.int64)
+        spared = spared_bytes(loads)
         if self.job.parallel.layout.comes_back:
             flops[0] += flops[-1]
-            memory_bytes[0] += memory_bytes[-1]
-            flops, memory_bytes = flops[:-1], memory_bytes[:-1]
+            memory_bytes[0] = together_bytes([loads[0], loads[-1]], [1, 1])
+            flops, memory_bytes, spared = flops[:-1], memory_bytes[:-1], {}
         num_microbatches = self.job.batch.num_microbatches
         return Demand(
             flops=flops * self._visited_share(),
             memory_bytes=memory_bytes,
+            spared_bytes=spared,
             replicas=min(self.job.parallel.replicas, num_microbatches),
             num_microbatches=num_microbatches,
         )
@@ -310,7 +314,8 @@ def _seated_together(setting: Setting, stages: Sequence[StageSpec], num_chunks: 
     joint = replace(
         demand,
         flops=np.array([demand.flops[held].sum() for held in together]),
-        memory_bytes=np.array([demand.memory_bytes[held].sum() for held in together]),
+        memory_bytes=np.array([demand.bytes_of(held) for held in together]),
+        spared_bytes=demand.spared_between(together),
     )
     seating = seat(joint, setting.pool)
     if seating is None:

@@ -8,10 +8,10 @@ from skein.model.reduced import reduced_by_group
 from skein.plan.agreeing.exchange import Direct, Ring, Tree, is_tree
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.changing.leeway import settled
-from skein.plan.load import split_stages, stage_loads
+from skein.plan.load import split_stages, stage_loads, together_bytes
 from skein.plan.ops import Kept
 from skein.plan.order import left_undone, ops_of
-from skein.plan.plan import Group, Path, Plan, PlannedOp, Schedule
+from skein.plan.plan import ChunkPlan, Group, Path, Plan, PlannedOp, Schedule
 from skein.topology.fleet import Fleet
 from skein.types import ChunkRef, Layout, MicrobatchId, StageIndex, StageSpec, WorkerId
 from skein.units import format_bytes
@@ -272,15 +272,17 @@ def _pattern(group: Group, job: JobSpec) -> Iterator[str]:
 
 def _memory(plan: Plan, job: JobSpec, fleet: Fleet) -> Iterator[str]:
     loads = stage_loads(job, plan.stages)
-    needed: defaultdict[WorkerId, int] = defaultdict(int)
+    held: defaultdict[WorkerId, list[ChunkPlan]] = defaultdict(list)
     for x in plan.chunks:
         if 0 <= x.chunk.stage < len(loads):
-            needed[x.chunk.worker] += loads[x.chunk.stage].memory_bytes(x.slots)
+            held[x.chunk.worker].append(x)
     for worker in fleet.workers:
+        own = held[worker.worker]
+        needed = together_bytes([loads[x.chunk.stage] for x in own], [x.slots for x in own])
         available = worker.profile.memory_bytes
-        if needed[worker.worker] > available:
+        if needed > available:
             yield (
-                f"{worker.worker} needs {format_bytes(needed[worker.worker])} ({needed[worker.worker]} bytes) "
+                f"{worker.worker} needs {format_bytes(needed)} ({needed} bytes) "
                 f"and has {format_bytes(available)} ({available} bytes)"
             )
 

@@ -16,7 +16,7 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.layers import LayerSpec
-from skein.plan.load import span_bytes
+from skein.plan.load import ends_spared_bytes, span_bytes
 from skein.plan.place import Pool
 from skein.plan.plan import Infeasible
 from skein.topology.links import F64
@@ -237,8 +237,12 @@ def _with_head(spans: F64, single: F64, layout: Layout) -> F64:
 
 def _sizes_bytes(job: JobSpec, most_held: int) -> list[F64]:
     """Bytes of all runs of layers as one stage, two, and so on."""
+    layout = job.parallel.layout
     sizes_bytes = [span_bytes(job, held) for held in range(1, most_held + 1)]
-    return [_with_head(x, sizes_bytes[0], job.parallel.layout) for x in sizes_bytes]
+    shares_bytes = [_with_head(x, sizes_bytes[0], layout) for x in sizes_bytes]
+    for share_bytes in shares_bytes if layout.comes_back else ():
+        share_bytes[0] -= ends_spared_bytes(job)
+    return shares_bytes
 
 
 def _stops(times: Sequence[F64]) -> tuple[int, ...]:

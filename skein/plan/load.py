@@ -2,26 +2,30 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
 
 import numpy as np
 
 from skein.config.job import JobSpec
-from skein.model.layers import LayerSpec, pending_bytes, stage_cost
+from skein.model.layers import LayerSpec, pending_bytes, stage_cost, tied_sizes
 from skein.topology.links import F64
 from skein.types import StageIndex, StageSpec
 
 _COPIES = 5
 """Copies of each parameter: itself, gradient, reduced gradient (an attempt leaves the gradient alone), two moments."""
+_SHARED_COPIES = 4
+"""Copies that tied stages of one worker have together: each sums gradients of its own (docs/adr/0018)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:
     """Load of one chunk of `stage`; FLOPs, slots and outputs are of one microbatch.
 
-    It takes `fixed_bytes + slots * slot_bytes` of memory. `parameter_bytes` are those of its parameters, `output_bytes`
-    of the boundary tensor that it hands on (and of the gradient that comes back).
+    It takes `fixed_bytes + slots * slot_bytes` of memory, alone; several on one worker take `together_bytes`.
+    `parameter_bytes` are those of its parameters, `tied_bytes` of those that another stage may have too, by name,
+    `output_bytes` of the boundary tensor that it hands on (and of the gradient that comes back).
     """
 
     stage: StageSpec
@@ -31,6 +35,7 @@ class StageLoad:
     slot_bytes: int
     output_bytes: int
     parameter_bytes: int
+    tied_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def state_bytes(self) -> int:
@@ -43,8 +48,27 @@ class StageLoad:
         return self.forward_flops + self.backward_flops
 
     def memory_bytes(self, slots: int) -> int:
-        """Bytes of memory that the chunk takes with so many slots."""
+        """Bytes of memory that the chunk takes with so many slots, alone on its worker."""
         return self.fixed_bytes + slots * self.slot_bytes
+
+
+def together_bytes(loads: Sequence[StageLoad], slots: Sequence[int]) -> int:
+    """Bytes of memory that the chunks of one worker take together, with so many slots each."""
+    needed = sum(load.memory_bytes(num) for load, num in zip(loads, slots, strict=True))
+    return needed - sum(spared_bytes(loads).values())
+
+
+def spared_bytes(loads: Sequence[StageLoad]) -> dict[tuple[int, int], int]:
+    """Bytes that two chunks take less on one worker than on two, by their places in `loads`; without pairs of none.
+
+    What is tied has two holders in a path at most, so pairs tell all.
+    """
+    tied = [(place, load.tied_bytes) for place, load in enumerate(loads) if load.tied_bytes]
+    return {
+        (one, other): _SHARED_COPIES * sum(held[name] for name in shared)
+        for (one, held), (other, beside) in combinations(tied, 2)
+        if (shared := held.keys() & beside.keys())
+    }
 
 
 def stage_loads(job: JobSpec, stages: Sequence[StageSpec]) -> tuple[StageLoad, ...]:
@@ -69,14 +93,20 @@ def span_bytes(job: JobSpec, num_stages: int) -> F64:
     own_bytes = [_COPIES * job.word_bytes * x.num_parameters + _slot_bytes(job, x) for x in layers]
     sums = np.cumsum([0, *own_bytes])
     spans: F64 = sums[None, :] - sums[:, None] + 2.0 * (output_bytes[:, None] + output_bytes[None, :])
-    if num_stages == 1:
-        spans[0] -= _COPIES * job.word_bytes * np.cumsum([0, *(x.num_tied_parameters for x in layers)])
+    # Both ends are on one worker: in one stage, or in two.
+    num_once = _COPIES if num_stages == 1 else _SHARED_COPIES
+    spans[0] -= num_once * job.word_bytes * np.cumsum([0, *(x.num_tied_parameters for x in layers)])
     for first in range(len(layers)):
         # Each cut between has an output twice on both of its sides.
         within = np.maximum.accumulate(output_bytes[first + 1 : -1])
         spans[first, first + 2 :] += 4.0 * (num_stages - 1) * within
     spans[np.tril_indices(len(sums), num_stages - 1)] = np.inf
     return spans
+
+
+def ends_spared_bytes(job: JobSpec) -> int:
+    """Bytes that the head takes less beside the first stage than on another worker."""
+    return _SHARED_COPIES * job.word_bytes * job.layers[-1].num_tied_parameters
 
 
 def _slot_bytes(job: JobSpec, layer: LayerSpec) -> int:
@@ -112,6 +142,11 @@ def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageL
         slot_bytes=max(samples * cost.activation_bytes, aside_bytes) + boundary_bytes,
         output_bytes=samples * cost.output_bytes,
         parameter_bytes=parameter_bytes,
+        tied_bytes={
+            name: size * job.word_bytes
+            for sizes in tied_sizes(job.model)[stage.first : stage.stop]
+            for name, size in sizes.items()
+        },
     )
 
 
@@ -122,10 +157,7 @@ def slots_within(loads: Sequence[StageLoad], wanted: Sequence[int], memory_bytes
     def portion(n: int) -> tuple[int, ...]:
         return tuple(max(1, want * n // most) for want in wanted)
 
-    def needed_bytes(n: int) -> int:
-        return sum(load.memory_bytes(slots) for load, slots in zip(loads, portion(n), strict=True))
-
-    fitting = bisect_right(range(most + 1), memory_bytes, key=needed_bytes)
+    fitting = bisect_right(range(most + 1), memory_bytes, key=lambda n: together_bytes(loads, portion(n)))
     return portion(max(0, fitting - 1))
 
 

@@ -5,8 +5,9 @@ Workers and stages are positions in the fleet and in the demand. A worker's *pac
 microbatch of the batch, if the holders of each stage share its microbatches in proportion to their speeds.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +26,40 @@ _MARGIN = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Demand:
-    """Demand of the body stages: FLOPs per microbatch and bytes with one slot, (num_stages,) each."""
+    """Demand of the body stages: FLOPs per microbatch and bytes with one slot, (num_stages,) each.
+
+    `spared_bytes`: what two stages take less on one worker than on two, where that is anything.
+    """
 
     flops: F64
     memory_bytes: I64
     replicas: int
     num_microbatches: int
+    spared_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+    def bytes_of(self, stages: Collection[int]) -> int:
+        """Bytes of these stages on one worker."""
+        spared = sum(num for pair, num in self.spared_bytes.items() if set(pair) <= {*stages})
+        return int(self.memory_bytes[[*stages]].sum()) - spared
+
+    def spared_between(self, together: Sequence[Collection[int]]) -> dict[tuple[int, int], int]:
+        """Bytes that two of these groups of stages take less on one worker than on two, as of `spared_bytes`."""
+        spared: Counter[tuple[int, int]] = Counter()
+        group_of = {stage: group for group, stages in enumerate(together) for stage in stages}
+        for one, other in self.spared_bytes:
+            pair = (group_of[one], group_of[other])
+            if pair[0] != pair[1]:
+                spared[min(pair), max(pair)] += self.spared_bytes[one, other]
+        return dict(spared)
+
+    def bytes_from(self, start: int) -> I64:
+        """(num_stages + 1,) bytes of the stages from `start` up to each place, on one worker."""
+        sizes: I64 = np.concatenate([[0], np.cumsum(self.memory_bytes)])
+        for (one, other), num_bytes in self.spared_bytes.items():
+            if one >= start:
+                sizes[other + 1 :] -= num_bytes
+        sizes -= sizes[start]
+        return sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,14 +84,22 @@ class Seating:
         self.free_bytes = pool.memory_bytes.copy()
 
     def take(self, stage: int, worker: int) -> None:
+        self.free_bytes[worker] -= self._bytes_more(stage)[worker]
         self.holders[stage].append(worker)
         self.held[worker].append(stage)
-        self.free_bytes[worker] -= self.demand.memory_bytes[stage]
 
     def drop(self, stage: int, worker: int) -> None:
         self.holders[stage].remove(worker)
         self.held[worker].remove(stage)
-        self.free_bytes[worker] += self.demand.memory_bytes[stage]
+        self.free_bytes[worker] += self._bytes_more(stage)[worker]
+
+    def _bytes_more(self, stage: int) -> I64:
+        """(num_workers,) bytes that the stage takes beside what each worker holds."""
+        more = np.full(len(self.held), self.demand.memory_bytes[stage])
+        for pair, num_bytes in self.demand.spared_bytes.items():
+            if stage in pair:
+                more[self.holders[sum(pair) - stage]] -= num_bytes
+        return more
 
     def is_idle(self) -> Mask:
         """Workers that hold nothing."""
@@ -70,7 +107,7 @@ class Seating:
 
     def has_room(self, stage: int) -> Mask:
         """Workers that could hold `stage` too."""
-        mask: Mask = self.free_bytes >= self.demand.memory_bytes[stage]
+        mask: Mask = self.free_bytes >= self._bytes_more(stage)
         mask[self.holders[stage]] = False
         return mask
 
@@ -192,14 +229,13 @@ def _cover(demand: Demand, pool: Pool, limit_s: float) -> Seating | None:
     """Runs from the first stage on, each as long as some worker can within `limit_s` and its memory."""
     seating = Seating(demand, pool)
     flops = np.concatenate([[0.0], np.cumsum(demand.flops)])
-    sizes = np.concatenate([[0], np.cumsum(demand.memory_bytes)])
     is_open = np.ones(len(pool.workers), dtype=np.bool_)
     companions: list[int] = []
     start = 0
     while start < len(demand.flops):
         stops = np.minimum(
             np.searchsorted(flops, flops[start] + limit_s * pool.speeds, side="right"),
-            np.searchsorted(sizes, sizes[start] + pool.memory_bytes, side="right"),
+            np.searchsorted(demand.bytes_from(start), pool.memory_bytes, side="right"),
         )
         stops = np.where(is_open, stops - 1, 0)
         stop = int(stops.max())

@@ -13,7 +13,7 @@ from skein.plan.balanced import make_balanced_plan, pool_of
 from skein.plan.changing.recut import recut
 from skein.plan.check import violations
 from skein.plan.cut import FittingCut, check_job, cut, cut_under_memory
-from skein.plan.load import stage_loads
+from skein.plan.load import stage_loads, together_bytes
 from skein.plan.plan import Infeasible, Plan
 from skein.topology.fleet import Fleet
 from skein.types import Layout, StageIndex, StageSpec
@@ -93,14 +93,11 @@ def taken(
 ) -> list[tuple[int, int]]:
     """FLOPs and bytes of each run of stages with one worker; the head of LOOP is with the first."""
     loads = stage_loads(spec, stages)
-    flops, num_bytes = [x.flops for x in loads], [x.memory_bytes(1) for x in loads]
-    if len(stages) > len(worker_by_stage):
-        flops[0], num_bytes[0] = flops[0] + flops.pop(), num_bytes[0] + num_bytes.pop()
-    return [
-        (sum(flops[i] for i in run), sum(num_bytes[i] for i in run))
-        for _, group in groupby(range(len(worker_by_stage)), key=lambda i: worker_by_stage[i])
-        for run in [list(group)]
+    workers = [*worker_by_stage, *worker_by_stage[: len(stages) - len(worker_by_stage)]]
+    runs = [
+        [load for load, x in zip(loads, workers, strict=True) if x == one] for one in dict.fromkeys(workers)
     ]
+    return [(sum(load.flops for load in run), together_bytes(run, [1] * len(run))) for run in runs]
 
 
 def slowest_s(spec: JobSpec, on: Fleet, stages: Sequence[StageSpec], workers: Sequence[int]) -> float | None:

@@ -1,16 +1,44 @@
 """Tied ends on one worker: what both have is there once, and comes to the bits that two workers come to."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
-from skein.types import Step
-from tests.worker.lab import CPU, Lab, tiny_job
+from skein.plan.load import spared_bytes, stage_loads, together_bytes
+from skein.protocol.messages.tensors import Phase
+from skein.types import Precision, Step, WorkerId
+from tests.worker.lab import CPU, Bench, Lab, tiny_job
 from worker.compute.chunk import Chunk
 
 TIED = "model.embed_tokens.weight"
+
+
+def tensors_of(chunk: Chunk) -> Iterator[Tensor]:
+    """Parameters, gradients and state."""
+    yield from chunk.params.values()
+    yield from (param.grad for param in chunk.params.values() if param.grad is not None)
+    yield from (tensor for tensors in chunk.walker.state.values() for tensor in tensors.values())
+
+
+def bytes_of(bench: Bench) -> int:
+    """Bytes of all that a worker has of its chunks, and of the results of a step's reductions."""
+    results = [flat for _, flat in bench.compute._results.values()]
+    every = [x for chunk in bench.holding.chunks.values() for x in tensors_of(chunk)]
+    storages = [x.untyped_storage() for x in (*every, *results)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def reduced(lab: Lab) -> Lab:
+    """The lab with a step as far as its reductions."""
+    for m, path in enumerate(lab.arrangement.paths):
+        lab.microbatch(Step(0), m, path, Phase.TRAIN)
+    for group in lab.arrangement.groups:
+        lab.reduce(Step(0), group)
+    return lab
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -18,6 +46,24 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one), [
         name for name in one if not torch.equal(one[name], other[name])
     ]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_worker_with_both_ends_takes_as_much_less_as_the_planner_counts(
+    text: Path, stages: int, replicas: int
+) -> None:
+    job = tiny_job(text, stages=stages, replicas=replicas, precision=Precision.FP32)
+    apart, together = reduced(Lab(job, num_holders=stages)), reduced(Lab(job, num_holders=1))
+    loads = stage_loads(job, apart.arrangement.stages)
+    [spared] = spared_bytes(loads).values()
+    assert spared == 4 * loads[0].tied_bytes[TIED] > 0
+    worker = together.benches[WorkerId("w00")]
+    before = sum(bytes_of(bench) for name, bench in apart.benches.items() if name.startswith("w0"))
+    # Alone in its group, a worker needs no copy of what the others add up.
+    assert before - bytes_of(worker) == spared
+    # Slots apart, for no activation is here any more.
+    assert bytes_of(worker) <= together_bytes(loads, [0] * stages)
 
 
 def moved(chunk: Chunk, lab: Lab) -> Chunk:

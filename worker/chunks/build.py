@@ -22,7 +22,7 @@ from skein.config.job import JobSpec, read_spec
 from skein.config.rule import Walkers
 from skein.errors import SkeinError, UnfitError, UserError
 from skein.model.rows import made_of
-from skein.plan.load import stage_loads
+from skein.plan.load import stage_loads, together_bytes
 from skein.plan.ops import Direction
 from skein.protocol.log.records import num_walkers
 from skein.protocol.messages.directives import (
@@ -242,7 +242,7 @@ class Builder:
 
     def _admit(self, job: JobSpec, wanted: tuple[ChunkAssignment, ...]) -> None:
         loads = stage_loads(job, [chunk.stage for chunk in wanted])
-        needed = sum(load.memory_bytes(chunk.slots) for load, chunk in zip(loads, wanted, strict=True))
+        needed = together_bytes(loads, [chunk.slots for chunk in wanted])
         if needed > self._memory_bytes:
             hint = f"the chunks of {self._worker} need {format_bytes(needed)}: raise the limit, or parallel.stages"
             raise UserError("worker memory", format_bytes(self._memory_bytes), hint)

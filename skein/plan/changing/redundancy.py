@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skein.config.job import JobSpec
-from skein.plan.load import StageLoad, stage_loads
+from skein.plan.load import StageLoad, stage_loads, together_bytes
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
 from skein.types import StageIndex, WorkerId
@@ -102,16 +102,15 @@ def _num_steps(plan: Plan, job: JobSpec, fleet: Fleet) -> int:
 
 def _left_out(plan: Plan, fleet: Fleet, loads: Sequence[StageLoad], stage: StageIndex) -> tuple[LeftOut, ...]:
     """Workers that cannot hold `stage` beside what they hold."""
-    wanted_bytes = loads[stage].memory_bytes(1)
-    if plan.layout.comes_back and stage == 0:
-        wanted_bytes += loads[-1].memory_bytes(1)
-    used_bytes: defaultdict[WorkerId, int] = defaultdict(int)
+    wanted = [stage, plan.stages[-1].index] if plan.layout.comes_back and stage == 0 else [stage]
+    held: defaultdict[WorkerId, list[StageIndex]] = defaultdict(list)
     for x in plan.chunks:
-        used_bytes[x.chunk.worker] += loads[x.chunk.stage].memory_bytes(1)
+        held[x.chunk.worker].append(x.chunk.stage)
     holders = set(plan.holders(stage))
     found = []
     for worker in fleet.workers:
-        missing = wanted_bytes + used_bytes[worker.worker] - worker.profile.memory_bytes
+        together = [loads[at] for at in (*wanted, *held[worker.worker])]
+        missing = together_bytes(together, [1] * len(together)) - worker.profile.memory_bytes
         if worker.worker not in holders and missing > 0:
             found.append(LeftOut(worker=worker.worker, missing_bytes=missing))
     return tuple(found)

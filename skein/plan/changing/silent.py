@@ -17,7 +17,7 @@ from skein.config.job import JobSpec
 from skein.plan.changing.clauses import Clause
 from skein.plan.clock.timing import reduction_s
 from skein.plan.groups import alternates_of, groups_of
-from skein.plan.load import StageLoad, slots_within
+from skein.plan.load import StageLoad, slots_within, together_bytes
 from skein.plan.place import Pool
 from skein.plan.plan import ChunkPlan, Plan, Schedule
 from skein.types import ChunkRef, StageIndex, WorkerId
@@ -81,7 +81,7 @@ def with_silent(
 
 
 class _Seats:
-    """Body stages that each worker without work holds, and how much memory that leaves."""
+    """Body stages that each worker without work holds, as far as its memory allows."""
 
     def __init__(self, plan: Plan, loads: Sequence[StageLoad], pool: Pool, asked: int) -> None:
         self.silent: defaultdict[WorkerId, list[int]] = defaultdict(list)
@@ -93,7 +93,7 @@ class _Seats:
         }
         busy = set(plan.workers)
         self._speeds = {w: float(x) for w, x in zip(pool.workers, pool.speeds, strict=True) if w not in busy}
-        self._free_bytes = {
+        self._memory_bytes = {
             w: int(x) for w, x in zip(pool.workers, pool.memory_bytes, strict=True) if w not in busy
         }
 
@@ -120,14 +120,15 @@ class _Seats:
             yield min(able, key=lambda w: (len(self.silent.get(w, ())), -self._speeds[w], w)), stage
 
     def _has_room(self, worker: WorkerId, stage: StageIndex) -> bool:
-        if worker not in self._free_bytes or stage in self.silent.get(worker, ()):
+        before = self.silent.get(worker, [])
+        if worker not in self._memory_bytes or stage in before:
             return False
-        return self._free_bytes[worker] >= sum(self._loads[s].memory_bytes(1) for s in self.chunks_at(stage))
+        held = [self._loads[at] for body in (*before, stage) for at in self.chunks_at(body)]
+        return self._memory_bytes[worker] >= together_bytes(held, [1] * len(held))
 
     def _take(self, worker: WorkerId, stage: StageIndex) -> None:
         self.silent[worker].append(stage)
         self._missing[stage] -= 1
-        self._free_bytes[worker] -= sum(self._loads[s].memory_bytes(1) for s in self.chunks_at(stage))
 
     def chunks_at(self, stage: int) -> tuple[int, ...]:
         """Stages that come with a body stage, itself included: in `LOOP` the head goes where the first stage goes."""

@@ -9,7 +9,7 @@ from skein.config.job import JobSpec
 from skein.model.reduced import reduced_by_group
 from skein.plan.changing.silent import working
 from skein.plan.clock.timing import op_times
-from skein.plan.load import LEAST_SHARD_BYTES, StageLoad, stage_loads
+from skein.plan.load import LEAST_SHARD_BYTES, StageLoad, spared_bytes, stage_loads, together_bytes
 from skein.plan.paths import shares
 from skein.plan.place import Pool
 from skein.plan.plan import Infeasible, Plan
@@ -123,11 +123,12 @@ def work_s(problem: Problem) -> F64:
 def _memory(loads: Sequence[StageLoad], num_stages: int, pool: Pool) -> SharedMemory:
     fixed_bytes = [load.fixed_bytes for load in loads[:num_stages]]
     if num_stages < len(loads):
-        fixed_bytes[0] += loads[-1].memory_bytes(1)  # the head of LOOP
+        fixed_bytes[0] = together_bytes([loads[0], loads[-1]], [0, 1])  # the head of LOOP
     return SharedMemory(
         memory_bytes=pool.memory_bytes.astype(np.int64),
         fixed_bytes=np.array(fixed_bytes, np.int64),
         slot_bytes=np.array([max(1, load.slot_bytes) for load in loads[:num_stages]], np.int64),
+        spared_bytes=spared_bytes(loads[:num_stages]),
     )
 
 

@@ -9,8 +9,8 @@ worker, the line layout and aggregation are added.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -66,11 +66,21 @@ class SharedMemory:
         memory_bytes: (num_workers,)
         fixed_bytes: (num_stages,) of a chunk without its slots.
         slot_bytes: (num_stages,) of each of its slots.
+        spared_bytes: what two stages take less on one worker than on two, where that is anything.
     """
 
     memory_bytes: I64
     fixed_bytes: I64
     slot_bytes: I64
+    spared_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+    def fixed_by_worker(self, worker_of: I64, stage_of: I64) -> I64:
+        """(num_workers,) bytes of the chunks of each worker without their slots."""
+        fixed = np.zeros(len(self.memory_bytes), np.int64)
+        np.add.at(fixed, worker_of, self.fixed_bytes[stage_of])
+        for (one, other), num_bytes in self.spared_bytes.items():
+            fixed[np.intersect1d(worker_of[stage_of == one], worker_of[stage_of == other])] -= num_bytes
+        return fixed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -41,10 +41,10 @@ def with_room(problem: Problem, routing: Routing) -> Problem | Crowded:
         return problem
     if problem.memory is None:
         return _crowded(routing.worker_of, peaks, problem.slots[chunks].astype(np.float64))
-    free_bytes = problem.memory.memory_bytes.astype(np.float64)
+    memory = problem.memory
+    free_bytes = memory.memory_bytes - memory.fixed_by_worker(routing.worker_of, problem.stage_of)
     needed_bytes = np.zeros(problem.num_workers)
-    np.subtract.at(free_bytes, routing.worker_of, problem.memory.fixed_bytes[problem.stage_of])
-    np.add.at(needed_bytes, routing.worker_of, peaks * problem.memory.slot_bytes[problem.stage_of])
+    np.add.at(needed_bytes, routing.worker_of, peaks * memory.slot_bytes[problem.stage_of])
     if (needed_bytes > free_bytes).any():
         part = np.maximum(0.0, free_bytes) / np.maximum(1.0, needed_bytes)
         return _crowded(routing.worker_of, peaks, peaks * np.minimum(1.0, part)[routing.worker_of])
@@ -57,9 +57,8 @@ def may_hold(problem: Problem, worker_of: I64) -> bool:
     """Whether each worker has a slot for each of its chunks."""
     if problem.memory is None:
         return bool((problem.slots[worker_of, problem.stage_of] > 0).all())
-    least_bytes = np.zeros(problem.num_workers)
-    of_chunk = problem.memory.fixed_bytes + problem.memory.slot_bytes
-    np.add.at(least_bytes, worker_of, of_chunk[problem.stage_of])
+    least_bytes = problem.memory.fixed_by_worker(worker_of, problem.stage_of)
+    np.add.at(least_bytes, worker_of, problem.memory.slot_bytes[problem.stage_of])
     return bool((least_bytes <= problem.memory.memory_bytes).all())
 
 

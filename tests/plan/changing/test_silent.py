@@ -9,7 +9,7 @@ from skein.config.job import JobSpec
 from skein.plan.changing.redundancy import num_missing, shortfalls
 from skein.plan.changing.silent import silent_chunks, working
 from skein.plan.check import violations
-from skein.plan.load import stage_loads
+from skein.plan.load import stage_loads, together_bytes
 from skein.plan.plan import Plan
 from skein.plan.searched import make_searched_plan, searched_step_s
 from skein.topology.fleet import Fleet
@@ -59,8 +59,8 @@ def test_silent_holders_change_neither_paths_nor_orders() -> None:
 def test_memory_bounds_what_is_held_and_who_lacks_how_much_is_told() -> None:
     spec = job()
     plan = planned(spec, fleet([1e10, 1e10]))
-    needed = [load.memory_bytes(1) for load in stage_loads(spec, plan.stages)]
-    on = fleet([1e10, 1e10, SLOW], memory_bytes=[AMPLE_BYTES, AMPLE_BYTES, needed[0] + needed[1] - 10])
+    needed = together_bytes(stage_loads(spec, plan.stages), [1, 1])
+    on = fleet([1e10, 1e10, SLOW], memory_bytes=[AMPLE_BYTES, AMPLE_BYTES, needed - 10])
     plan = planned(spec, on)
     assert silent_by_worker(plan) == {"w2": [0]}
     [short] = shortfalls(plan, spec, on)
