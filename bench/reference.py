@@ -3,10 +3,12 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from skein.config.job import JobSpec
 from skein.config.optimizer import AdadeltaSpec, AdamSpec, AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
@@ -14,16 +16,50 @@ from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
 from skein.types import Precision, StageIndex, StageSpec
 from worker.data.dataset import Batch, Dataset, open_dataset
+from worker.model.experts import SparseMlp
 from worker.model.stage import Stage, build_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceStep:
-    """One step: mean loss (nats per token), norm of the mean gradient before clipping, seconds it took."""
+    """One step: mean loss (nats per token), norm of the mean gradient before clipping, seconds it took.
+
+    `balance_loss` is the mean over sparse layers and valid tokens, where a model has experts and a microbatch goes
+    through it at a time.
+    """
 
     loss: float
     gradient_norm: float
     seconds: float
+    balance_loss: float | None = None
+
+
+class RouterWatch:
+    """Balance losses of a model's routers in its newest forward, by plain torch: E sum(share of choices * mean chance).
+
+    Chances and choices are made anew of the logits that each router's matrix gave.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._losses: list[Tensor] = []
+        self.coefficient = 0.0
+        for module in modules:
+            for layer in module.modules():
+                if isinstance(layer, SparseMlp):
+                    self.coefficient = layer.sizes.routing.balance_coefficient
+                    layer.gate.register_forward_hook(partial(self._watch, layer.sizes.num_chosen))
+
+    def _watch(self, num_chosen: int, _gate: nn.Module, _given: tuple[Tensor, ...], logits: Tensor) -> None:
+        chances = logits.softmax(-1)
+        chosen = chances.topk(num_chosen, -1).indices
+        counts = functional.one_hot(chosen, chances.shape[-1]).sum((0, 1)).to(chances)
+        shares = counts / counts.sum()
+        self._losses.append(chances.shape[-1] * (shares * chances.mean(0)).sum())
+
+    def taken(self) -> list[Tensor]:
+        """Losses since they were taken last, layer by layer."""
+        losses, self._losses = self._losses, []
+        return losses
 
 
 def run_reference(
@@ -32,23 +68,30 @@ def run_reference(
     """Train `job` for `num_steps` steps in this process, on as many threads as torch is set to.
 
     Args:
-        microbatches_at_once: how many go through the model together; None: the whole batch.
+        microbatches_at_once: how many go through the model together; None: the whole batch, or one where there are
+            experts.
     """
     model = whole_model(job)
     dataset = open_dataset(job.data, job.model, seed=job.seed)
     optimizer = torch_optimizer(job.optimizer, model.parameters())
-    together = microbatches_at_once or job.batch.num_microbatches
+    # How evenly experts are used is asked of each microbatch by itself.
+    together = microbatches_at_once or (1 if job.model.has_experts else job.batch.num_microbatches)
     steps = []
+    watch = RouterWatch([model])
     for step in range(num_steps):
         began = time.perf_counter()
         batches = [
             batch_of(job, dataset, step, first, together)
             for first in range(0, job.batch.num_microbatches, together)
         ]
-        loss, norm = _step(
-            job, model, optimizer, batches, learning_rate(job.optimizer, step, job.total_steps)
+        loss, norm, balance = _step(
+            job, model, optimizer, batches, learning_rate(job.optimizer, step, job.total_steps), watch
         )
-        steps.append(ReferenceStep(loss=loss, gradient_norm=norm, seconds=time.perf_counter() - began))
+        steps.append(
+            ReferenceStep(
+                loss=loss, gradient_norm=norm, seconds=time.perf_counter() - began, balance_loss=balance
+            )
+        )
     return steps
 
 
@@ -117,17 +160,22 @@ def _step(
     optimizer: torch.optim.Optimizer,
     batches: list[tuple[Tensor, Tensor]],
     rate: float,
-) -> tuple[float, float]:
+    watch: RouterWatch,
+) -> tuple[float, float, float | None]:
     num_valid = sum(int((labels != -100).sum()) for _, labels in batches)
     optimizer.zero_grad(set_to_none=True)
-    total = 0.0
+    total, balance, weight = 0.0, 0.0, 0
     for inputs, labels in batches:
-        loss, _ = model.loss(inputs, labels)
-        torch.autograd.backward(loss / num_valid)
+        loss, num_here = model.loss(inputs, labels)
+        balances = watch.taken()
+        pull = num_here * sum(balances, loss.new_zeros(()))
+        torch.autograd.backward((loss + watch.coefficient * pull) / num_valid)
         total += float(loss.detach())
+        balance += float(pull.detach())
+        weight += num_here * len(balances)
     limit = job.optimizer.clip_norm
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if limit is None else limit)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
-    return total / num_valid, float(norm)
+    return total / num_valid, float(norm), balance / weight if weight else None

@@ -118,6 +118,11 @@ def job_lines(status: JobStatus) -> list[str]:
         "submitted": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.submitted_wall_s)),
         "steps": f"{status.step} of {steps_text(status.total_steps)}",
         "loss": f"{number(status.loss)}, validation {number(status.evaluation_loss)} (nats per {unit})",
+        **(
+            {}
+            if status.balance_loss is None
+            else {"balance": f"{number(status.balance_loss)} (1: experts are used evenly)"}
+        ),
         f"{unit}s": f"{status.num_tokens:,}, {count(status.tokens_per_s)} per second",
         **({"left out": late_samples(status)} if status.num_late_samples else {}),
         "speed": seconds,
@@ -295,9 +300,10 @@ def event_text(event: JobEvent) -> str:
             return f"{counted(num_samples, 'sample')} in an epoch, {counted(num_steps, 'step')} in all"
         case StepFinished(record=record, tokens_per_s=rate):
             skipped = "" if record.decision == "apply" else f"  skipped: {record.reason}"
+            balance = "" if record.balance_loss is None else f"balance {number(record.balance_loss)}  "
             return (
                 f"step {record.step + 1}  loss {number(record.loss)}  norm {number(record.gradient_norm)}  "
-                f"tokens/s {count(rate)}{skipped}"
+                f"{balance}tokens/s {count(rate)}{skipped}"
             )
         case EvaluationFinished(version=version, loss=loss):
             return f"step {version}  validation loss {number(loss)}"

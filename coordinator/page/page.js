@@ -105,6 +105,7 @@ function showFacts(job) {
     ["Step", figure("step", job.step, `${job.step} of ${steps(job.total_steps)}`)],
     ["Loss", figure("loss", job.loss, number(job.loss))],
     ["Validation loss", figure("evaluation_loss", job.evaluation_loss, number(job.evaluation_loss))],
+    ...(job.balance_loss === null ? [] : [["Balance of experts", figure("balance_loss", job.balance_loss, number(job.balance_loss))]]),
     ["Tokens", figure("num_tokens", job.num_tokens, grouped(job.num_tokens))],
     ["Tokens per second", figure("tokens_per_s", job.tokens_per_s, grouped(job.tokens_per_s))],
     ["Step, planned", figure("predicted_step_s", job.predicted_step_s, job.predicted_step_s ? seconds(job.predicted_step_s) : "-")],

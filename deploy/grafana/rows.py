@@ -153,6 +153,11 @@ _TRAINING = Row(
             queries=(_query("skein_gradient_norm", "{{job}}"),),
         ),
         Panel(
+            title="Balance of experts",
+            about="Mean balance loss of sparse layers: 1 where all experts are used evenly, more where few take most.",
+            queries=(_query("skein_balance_loss", "{{job}}"),),
+        ),
+        Panel(
             title="Learning rate",
             about="What the newest step was applied with.",
             queries=(_query("skein_learning_rate", "{{job}}"),),

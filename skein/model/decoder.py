@@ -12,6 +12,7 @@ from typing import ClassVar, Self
 from pydantic import Field, JsonValue, field_validator
 
 from skein.errors import UserError
+from skein.model.experts import Experts
 from skein.model.huggingface import (
     Dialect,
     comparable,
@@ -72,11 +73,16 @@ class DecoderModel(AnyModel):
         return self.init_from
 
     @property
+    def experts(self) -> Experts | None:
+        """The experts that every block has in place of a feed-forward; None: it has none."""
+        return decoder_shape(self).experts
+
+    @property
     def vocab_size(self) -> int:
         return decoder_shape(self).vocab_size
 
     def layer_parameters(self) -> tuple[Shapes, ...]:
-        shape = decoder_shape(self)
+        shape, experts = decoder_shape(self), self.experts
         split = self.vocabulary_split
         output = EMBEDDING if shape.tie_word_embeddings else "lm_head.weight"
         # What is tied to blocks is held in blocks.
@@ -88,7 +94,7 @@ class DecoderModel(AnyModel):
         heads = _matrix(shape, output, in_blocks=split is not VocabularySplit.OFF)
         return (
             *(embeddings if split is VocabularySplit.BOTH else [_merged(embeddings)]),
-            *(_block(shape, f"model.layers.{i}") for i in range(shape.num_hidden_layers)),
+            *(_block(shape, experts, f"model.layers.{i}") for i in range(shape.num_hidden_layers)),
             *([_merged([norm, heads[0]])] if split is VocabularySplit.OFF else [norm, *heads]),
         )
 
@@ -99,14 +105,14 @@ class DecoderModel(AnyModel):
         return range(first, first + num_blocks)
 
     def layers(self, *, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
-        shape = decoder_shape(self)
+        shape, experts = decoder_shape(self), self.experts
         _check_length(shape, sequence_tokens)
         word = precision.word_bytes
         every, inner = self.layer_parameters(), self.inner_layers
         blocks = every[inner.start : inner.stop]
         hidden_bytes = sequence_tokens * shape.hidden_size * word
         scores_flops = 2 * sequence_tokens * sequence_tokens * shape.attention_width
-        num_resting = 0 if shape.experts is None else shape.experts.num_resting_elements
+        num_resting = 0 if experts is None else experts.num_resting_elements
         middle = (
             LayerSpec(
                 name=f"block.{i}",
@@ -115,9 +121,9 @@ class DecoderModel(AnyModel):
                 forward_flops=2 * sequence_tokens * (_matrix_elements(tensors) - num_resting)
                 + 2 * scores_flops,
                 extra_backward_flops=scores_flops,
-                activation_bytes=sequence_tokens * _block_bytes(shape, precision),
+                activation_bytes=sequence_tokens * _block_bytes(shape, experts, precision),
                 output_bytes=hidden_bytes,
-                pending_bytes=sequence_tokens * _block_pending_bytes(shape, precision),
+                pending_bytes=sequence_tokens * _block_pending_bytes(shape, experts, precision),
                 num_early_gradients=2 * shape.hidden_size + shape.has_head_norms * 2 * shape.head_features,
             )
             for i, tensors in enumerate(blocks)
@@ -259,7 +265,7 @@ def _num_rows(tensors: Shapes) -> int:
     return sum(sizes[0] for sizes in tensors.values())
 
 
-def _block(shape: DecoderShape, prefix: str) -> Shapes:
+def _block(shape: DecoderShape, experts: Experts | None, prefix: str) -> Shapes:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys, features = shape.attention_width, shape.key_width, shape.head_features
     tensors: dict[str, tuple[int, ...]] = {
@@ -270,11 +276,11 @@ def _block(shape: DecoderShape, prefix: str) -> Shapes:
         "self_attn.o_proj.weight": (hidden, queries),
         "post_attention_layernorm.weight": (hidden,),
     }
-    if shape.experts is None:
+    if experts is None:
         tensors |= {f"mlp.{x}_proj.weight": (inner, hidden) for x in ("gate", "up")}
         tensors |= {"mlp.down_proj.weight": (hidden, inner)}
     else:
-        tensors |= shape.experts.tensors()
+        tensors |= experts.tensors()
     if shape.has_input_biases:
         tensors |= {f"self_attn.{x}_proj.bias": (n,) for x, n in (("q", queries), ("k", keys), ("v", keys))}
     if shape.has_head_norms:
@@ -286,7 +292,7 @@ def _matrix_elements(tensors: Shapes) -> int:
     return sum(math.prod(shape) for shape in tensors.values() if len(shape) > 1)
 
 
-def _block_bytes(shape: DecoderShape, precision: Precision) -> int:
+def _block_bytes(shape: DecoderShape, experts: Experts | None, precision: Precision) -> int:
     """Per token: input, output and scale of both norms; queries, keys, values, their result and log-sum; the MLP.
 
     Experts say what they keep in its place. Where heads are normalised, their queries and keys before that too, and a
@@ -298,18 +304,18 @@ def _block_bytes(shape: DecoderShape, precision: Precision) -> int:
     if shape.has_head_norms:
         num_heads = shape.num_attention_heads + shape.num_key_value_heads
         attention += (shape.attention_width + shape.key_width) * product + num_heads * word
-    if shape.experts is not None:
-        return norms + attention + shape.experts.activation_bytes(precision)
+    if experts is not None:
+        return norms + attention + experts.activation_bytes(precision)
     return norms + attention + 3 * shape.intermediate_size * product
 
 
-def _block_pending_bytes(shape: DecoderShape, precision: Precision) -> int:
+def _block_pending_bytes(shape: DecoderShape, experts: Experts | None, precision: Precision) -> int:
     """Per token: input and output's gradient of each product; queries, keys and values share an input, as gate and up.
 
     A bias's gradient is made of what its matrix keeps.
     """
     hidden, inner = shape.hidden_size, shape.intermediate_size
     attention = 2 * hidden + 2 * shape.attention_width + 2 * shape.key_width
-    if shape.experts is not None:
-        return attention * precision.product_bytes + shape.experts.pending_bytes(precision)
+    if experts is not None:
+        return attention * precision.product_bytes + experts.pending_bytes(precision)
     return (attention + 2 * hidden + 3 * inner) * precision.product_bytes

@@ -3,9 +3,10 @@
 Figures are those of `skein.model.decoder`: parameters of all experts, arithmetic and memory of the chosen ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skein.errors import UserError
+from skein.model.routing import RoutingSpec
 from skein.types import Precision
 
 INDEX_BYTES = 8
@@ -36,6 +37,7 @@ class Experts:
     is_normalised: bool
     """Whether the weights of a token's experts are divided by their sum."""
     names: ExpertNames
+    routing: RoutingSpec = field(default_factory=RoutingSpec)
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Shapes of one expert's matrices, by name: outputs, inputs."""

@@ -73,6 +73,8 @@ class AnyModel(Spec):
     """Whether its functions can put weight gradients aside; else every backward is whole."""
     has_vocabulary: ClassVar[bool] = False
     """Whether it has matrices over a vocabulary, which can be cut into rows."""
+    has_experts: ClassVar[bool] = False
+    """Whether routers in it weigh what goes through them by the valid tokens of a microbatch."""
 
     _split: VocabularySplit = PrivateAttr(default=VocabularySplit.OFF)
 

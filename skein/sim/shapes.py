@@ -21,7 +21,9 @@ from skein.config.optimizer import AdamWSpec
 from skein.config.rule import PatternName
 from skein.errors import UserError
 from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.rows import VocabularySpec, VocabularySplit
+from skein.model.table import ModelSpec
 from skein.sim.rules import RULES
 from skein.types import Layout
 
@@ -54,6 +56,8 @@ class SimShape:
     """Whether backwards are split where they can be."""
     is_in_v: bool = False
     """Whether a worker's chunks are laid there and back; otherwise they lie beside each other."""
+    is_sparse: bool = False
+    """Whether its blocks have experts."""
     rule: str = ""
     """A word of `RULES`; none: plain sums along `pattern`, and AdamW."""
     priority: int = 0
@@ -70,17 +74,20 @@ class SimShape:
 
     def job(self, *, steps: int, every: int = 3) -> JobSpec:
         """A language model of two blocks per stage, evaluated and saved every so many steps; 0: never."""
-        blocks = LlamaShape(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2 * self.stages * self.chunks,
-            tie_word_embeddings=self.is_tied,
-        )
+        blocks: dict[str, object] = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2 * self.stages * self.chunks,
+            "tie_word_embeddings": self.is_tied,
+        }
+        model: ModelSpec = LlamaModel(shape=LlamaShape.model_validate(blocks))
+        if self.is_sparse:
+            model = MixtralModel(shape=MixtralShape.model_validate(blocks))
         plain = AllReduce(pattern=self.pattern), AdamWSpec()
         aggregation, optimizer = RULES[self.rule] if self.rule else plain
         return JobSpec(
             name="sim",
-            model=LlamaModel(shape=blocks),
+            model=model,
             data=DataSpec(sources=(TextSource(path="/simulated"),), sequence_tokens=64),
             batch=BatchSpec(samples=4 * self.replicas, microbatch_samples=2),
             parallel=ParallelSpec(
@@ -130,7 +137,7 @@ def _one(text: str) -> SimShape:
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
         pattern: PatternName = "auto"
         rule, num_slow, chunks, rows = "", 0, 1, VocabularySplit.OFF
-        is_split, is_in_v = False, False
+        is_split, is_in_v, is_sparse = False, False, False
         checked, priority, after_s = 0.0, 0, 0.0
         while words:
             match words.pop(0):
@@ -154,6 +161,8 @@ def _one(text: str) -> SimShape:
                     is_split = True
                 case "v":
                     is_in_v = True
+                case "sparse":
+                    is_sparse = True
                 case "slow":
                     num_slow = int(words.pop(0))
                 case "rows":
@@ -181,6 +190,7 @@ def _one(text: str) -> SimShape:
         checked=checked,
         is_split=is_split,
         is_in_v=is_in_v,
+        is_sparse=is_sparse,
         rule=rule,
         priority=priority,
         after_s=after_s,
@@ -225,6 +235,7 @@ SHAPES = tuple(
         "line 3x2 rows output split",
         "line 2x2 tied rows both",
         SEVERAL[0].text,
+        "loop 3x2 tied skip 1/3 split sparse",
     )
 )
 """Shapes that seeds walk over."""

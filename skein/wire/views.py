@@ -166,6 +166,8 @@ class JobStatus:
     """Quotas of that namespace that have a bound."""
     quarantined: tuple[WorkerId, ...] = ()
     """Workers that get no more work of it, for they were shown to contribute wrongly."""
+    balance_loss: float | None = None
+    """Mean over sparse layers in the newest step: 1 where experts are used evenly; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from client.curves.files import write_csv, write_history, write_tensorboard
 from client.curves.plot import plot
 from skein.errors import UserError
 from skein.types import JobState, Step
-from skein.wire.shown.points import Course, Point
+from skein.wire.shown.points import Course, Point, measures
 from skein.wire.views import EvaluationFinished, JobEvent, WentBack
 from tests.client.conftest import Scripted
 from tests.client.scripted import TOKENS_PER_STEP, event, status, step_body, whole_story
@@ -119,6 +120,13 @@ def test_csv_has_a_row_for_each_point() -> None:
     assert [row["loss"] for row in rows] == ["3.0", "2.0", "1.0"]
     assert [row["validation_loss"] for row in rows] == ["", "", "1.25"]
     assert {row["decision"] for row in rows} == {"apply"}
+
+
+def test_the_balance_of_experts_is_a_curve_of_models_that_have_them() -> None:
+    dense, sparse = step_body(0), step_body(1)
+    sparse = replace(sparse, record=replace(sparse.record, balance_loss=1.5))
+    points = Course([event(1, dense), event(2, sparse)]).points()
+    assert [measures(point).get("balance_loss") for point in points] == [None, 1.5]
 
 
 def test_an_event_file_is_byte_by_byte_what_tensorboard_writes(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 
@@ -88,6 +89,15 @@ def test_numbers_of_a_job_follow_from_its_records() -> None:
     assert found["skein_checkpoints_total", (JOB,)] == 1
     assert found["skein_rollbacks_total", (JOB,)] == 0
     assert found["skein_run_log_append_seconds_count", ()] == 1
+
+
+def test_the_balance_of_experts_is_told_of_jobs_that_have_them() -> None:
+    metrics = CoordinatorMetrics()
+    metrics.recorded(LOG)
+    assert ("skein_balance_loss", (JOB,)) not in samples(metrics)
+    told = committed(JOB, 5, wall_s=16.0)
+    metrics.recorded([replace(told, record=replace(told.record, balance_loss=1.25))])
+    assert samples(metrics)["skein_balance_loss", (JOB,)] == 1.25
 
 
 def test_replay_gives_the_numbers_that_were_before() -> None:

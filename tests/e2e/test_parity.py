@@ -27,6 +27,7 @@ from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.families.mlp import MlpModel
 from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
+from skein.model.routing import RoutingSpec
 from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.model.table import ModelSpec
 from skein.types import JobState, Layout, Precision
@@ -82,20 +83,27 @@ def make_job(
     )
 
 
-def train(cluster: Cluster, job: JobSpec) -> list[tuple[float, float]]:
+Told = tuple[float, float, float | None]
+"""Loss, gradient norm and balance loss of a step."""
+
+
+def train(cluster: Cluster, job: JobSpec) -> list[Told]:
     with cluster.client() as client:
         submitted = client.submit(job)
         steps = [e.body.record for e in submitted.events() if isinstance(e.body, StepFinished)]
         status = submitted.status()
     assert status.state is JobState.FINISHED, status.reason
-    return [(record.loss, record.gradient_norm) for record in steps]
+    return [(record.loss, record.gradient_norm, record.balance_loss) for record in steps]
 
 
-def check(found: list[tuple[float, float]], wanted: list[ReferenceStep], tolerance: float) -> None:
+def check(found: list[Told], wanted: list[ReferenceStep], tolerance: float) -> None:
     assert len(found) == NUM_STEPS
-    for step, ((loss, norm), reference) in enumerate(zip(found, wanted, strict=True)):
+    for step, ((loss, norm, balance), reference) in enumerate(zip(found, wanted, strict=True)):
         assert loss == pytest.approx(reference.loss, rel=tolerance), f"loss of step {step}"
         assert norm == pytest.approx(reference.gradient_norm, rel=tolerance), f"norm of step {step}"
+        assert (balance is None) == (reference.balance_loss is None), f"balance of step {step}"
+        if reference.balance_loss is not None:
+            assert balance == pytest.approx(reference.balance_loss, rel=tolerance), f"balance of step {step}"
     assert wanted[-1].loss < wanted[0].loss
 
 
@@ -133,9 +141,10 @@ SPARSE: list[tuple[ModelSpec, int, int, Layout, Literal["whole", "split"]]] = [
     for model in (
         MixtralModel(shape=MixtralShape.model_validate(_SIZES | {"num_local_experts": 4})),
         Qwen3MoeModel(
+            routing=RoutingSpec(balance_coefficient=0.1),
             shape=Qwen3MoeShape.model_validate(
                 _SIZES | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
-            )
+            ),
         ),
     )
     for stages, replicas, layout in ((1, 1, Layout.LINE), (2, 2, Layout.LOOP), (4, 1, Layout.LINE))
@@ -144,7 +153,7 @@ SPARSE: list[tuple[ModelSpec, int, int, Layout, Literal["whole", "split"]]] = [
 
 
 @pytest.mark.parametrize(
-    ("model", "stages", "replicas", "layout", "backward"), part(SPARSE, every=len(SPARSE), start=3)
+    ("model", "stages", "replicas", "layout", "backward"), part(SPARSE, every=len(SPARSE), start=9)
 )
 def test_a_sparse_model_trains_like_one_torch_process(
     eight: Cluster,
@@ -159,6 +168,19 @@ def test_a_sparse_model_trains_like_one_torch_process(
     parallel = ParallelSpec(stages=stages, replicas=replicas, layout=layout)
     name = f"{model.family.replace('_', '-')}-{backward}-{stages}x{replicas}"
     job = make_job(name, model, data, parallel, Precision.FP64)
+    job = job.model_copy(update={"plan": PlanSpec(budget_s=0.2, backward=backward)})
+    check(train(eight, job), run_reference(job, NUM_STEPS), TOLERANCES[Precision.FP64])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "backward"), [(Layout.LINE, "split"), (Layout.LOOP, "whole")])
+def test_balance_losses_count_alike_in_chunks(
+    eight: Cluster, text: Path, layout: Layout, backward: Literal["whole", "split"]
+) -> None:
+    model = SPARSE[-1][0]
+    data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
+    parallel = ParallelSpec(stages=2, chunks=2, replicas=2, layout=layout)
+    job = make_job(f"balance-{layout.value}", model, data, parallel, Precision.FP64)
     job = job.model_copy(update={"plan": PlanSpec(budget_s=0.2, backward=backward)})
     check(train(eight, job), run_reference(job, NUM_STEPS), TOLERANCES[Precision.FP64])
 
@@ -251,7 +273,7 @@ def test_shards_of_the_vocabulary_train_like_one_torch_process_without(
 
 
 # What a plain rotation leaves out: 1 or 2 of the stages 1 and 2, and two of the stages 1, 2 and 3.
-SKIPS = {
+SKIPS: dict[str, tuple[Layout, float, list[tuple[int, ...]]]] = {
     "line": (Layout.LINE, 0.25, [(0, 2, 3), (0, 1, 3)]),
     "loop": (Layout.LOOP, 0.5, [(0, 3), (0, 1), (0, 2)]),
 }
@@ -276,7 +298,18 @@ def test_stages_that_are_left_out_train_like_one_torch_process_that_leaves_them_
     job = whole.model_copy(update={"skip": SkipSpec(ratio=ratio), "plan": PlanSpec(method="balanced")})
     found = train(eight, job)
     check(found, run_skipping(job, NUM_STEPS, ways), TOLERANCES[Precision.FP64])
-    assert found[0] != pytest.approx(train(eight, whole)[0], rel=1e-3), "nothing was left out"
+    assert found[0][:2] != pytest.approx(train(eight, whole)[0][:2], rel=1e-3), "nothing was left out"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("skip", SKIPS)
+def test_balance_losses_count_alike_where_stages_are_left_out(eight: Cluster, text: Path, skip: str) -> None:
+    layout, ratio, ways = SKIPS[skip]
+    data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
+    parallel = ParallelSpec(stages=4, replicas=2, layout=layout)
+    job = make_job(f"balance-skip-{skip}", SPARSE[-1][0], data, parallel, Precision.FP64)
+    job = job.model_copy(update={"skip": SkipSpec(ratio=ratio), "plan": PlanSpec(method="balanced")})
+    check(train(eight, job), run_skipping(job, NUM_STEPS, ways), TOLERANCES[Precision.FP64])
 
 
 @pytest.mark.parametrize(

@@ -94,4 +94,8 @@ def test_searched_paths_that_skip_and_swap_train_like_one_torch_process(
     ways = [[int(hop.stage) for hop in path.hops[:-1]] for path in plan.paths]
     assert {len(way) for way in ways} == {4}
     wanted = run_skipping(job, NUM_STEPS, ways, cut_at=plan.stages)
-    check([(step.loss, step.gradient_norm) for step in steps], wanted, TOLERANCES[Precision.FP64])
+    check(
+        [(step.loss, step.gradient_norm, step.balance_loss) for step in steps],
+        wanted,
+        TOLERANCES[Precision.FP64],
+    )

@@ -11,6 +11,7 @@ from skein.plan.order import left_undone
 from skein.plan.plan import Path, Plan
 from skein.protocol.coordinator.runs.placing.sources import Sources, assignments
 from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin, SourceKind, StateSource
+from skein.protocol.messages.reports import Balance
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.ops import BackwardOp, ForwardOp, InputOp, Loss, LossOp, VisitOp
 from skein.protocol.worker.pipeline import Occupancy, Pipeline
@@ -154,6 +155,31 @@ def test_what_is_put_aside_is_carried_over_and_a_weight_op_goes_on_from_it() -> 
     assert after.num_in_flight == 1
     assert run_ready(after) == ["W0"]
     assert after.num_in_flight == 0
+
+
+def balance(loss_sum: float) -> Balance:
+    return Balance(loss_sum=loss_sum, num_tokens=3)
+
+
+def test_balances_are_told_of_what_is_in_the_ledger_and_survive_a_stop() -> None:
+    words = "F1.0 F1.1 I1.0 W1.0 I1.1 W1.1"
+    machine = split_stage(words, num_microbatches=2, slots=2)
+    for loss_sum in (0.25, 2.0):
+        op = machine.next_op()
+        assert isinstance(op, ForwardOp)
+        machine.end(op, None, balance(loss_sum))
+    assert machine.balance(StageIndex(1)) is None
+    machine.arrive(backward(0, 1, SPLIT))
+    assert run_ready(machine) == ["I0", "W0"]
+    assert machine.balance(StageIndex(1)) == balance(0.25)
+    after = machine_of("b", words, slots=2)
+    after.resume(machine.carried(), schedule("b", "I1.1 W1.1"))
+    after.arrive(backward(1, 1, SPLIT))
+    assert run_ready(after) == ["I1", "W1"]
+    assert after.balance(StageIndex(1)) == Balance(loss_sum=2.25, num_tokens=6)
+    # Of the next step nothing is known yet.
+    after.advance(Step(1))
+    assert after.balance(StageIndex(1)) is None
 
 
 def test_a_whole_backward_is_not_what_a_split_hop_asks_for() -> None:

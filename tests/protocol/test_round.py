@@ -9,7 +9,7 @@ import pytest
 from skein.plan.agreeing.rounds import plain_groups
 from skein.plan.plan import Plan
 from skein.protocol.messages.directives import Decision, Ledger, Prepare, StepRecord, TakeSketch
-from skein.protocol.messages.reports import SketchTaken, Vote
+from skein.protocol.messages.reports import Balance, SketchTaken, Vote
 from skein.protocol.rounds.round import (
     LedgerHeard,
     Outvoted,
@@ -242,6 +242,21 @@ def test_all_numbers_come_from_the_reports() -> None:
     assert (record.decision, record.reason) == (Decision.APPLY, "")
     assert (record.learning_rate, record.samples_after) == (0.01, 8)
     assert [str(result.group) for result in record.results] == ["s0", "s1", "tied"]
+
+
+def test_the_balance_of_experts_is_the_mean_over_what_all_chunks_tell() -> None:
+    plan = grid_plan(stages=3, replicas=1, num_microbatches=2)
+    told = {0: Balance(loss_sum=11.0, num_tokens=10), 1: Balance(loss_sum=9.0, num_tokens=5), 2: None}
+    machine = round_of(plan)
+    for at, microbatches in plan.microbatches_by_chunk().items():
+        done = stage_done(
+            Ledger(stage=at.stage, worker=at.worker, microbatches=microbatches),
+            tokens=(2, 3) if at.stage == 2 else (),
+        )
+        machine.handle(LedgerHeard(worker=at.worker, done=replace(done, balance=told[at.stage])), now=0.0)
+    [record] = hear_votes(machine, plan)
+    assert isinstance(record, StepRecord)
+    assert record.balance_loss == 20 / 15
 
 
 def test_a_norm_above_the_limit_is_clipped_to_it() -> None:

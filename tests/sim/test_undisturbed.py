@@ -5,7 +5,8 @@ import pytest
 from skein.config.job import JobSpec
 from skein.protocol.coordinator.coordinator_io import SubmitAsked
 from skein.protocol.log.records import Evaluated, GenerationOpened, JobEnded, StepCommitted
-from skein.sim.scenario import LIMIT_S, run_to_end
+from skein.sim.scenario import LIMIT_S, run_to_end, undisturbed_curve
+from skein.sim.shapes import shape_of
 from skein.types import JobState, Layout
 from tests.support.extent import part
 from tests.support.jobs import small_job
@@ -43,6 +44,14 @@ def test_every_sample_counts_in_exactly_one_step(job: JobSpec, num_workers: int)
     assert [record.samples_after for record in run.curve] == [
         (step + 1) * job.batch.samples for step in range(job.total_steps)
     ]
+
+
+@pytest.mark.parametrize("shape", ["line 2x2 sparse", "loop 2x2 sparse split"])
+def test_the_balance_of_experts_is_recorded_of_a_sparse_model_alone(shape: str) -> None:
+    # Of each layer as many as the microbatch's number: 1, 2, 3 and 4.
+    assert [record.balance_loss for record in undisturbed_curve(shape_of(shape), 2)] == [2.5, 2.5]
+    dense = undisturbed_curve(shape_of(shape.replace(" sparse", "")), 2)
+    assert [record.balance_loss for record in dense] == [None, None]
 
 
 def test_the_last_version_is_evaluated_and_saved() -> None:

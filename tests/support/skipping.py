@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bench.reference import ReferenceStep, torch_optimizer
+from bench.reference import ReferenceStep, RouterWatch, torch_optimizer
 from skein.config.job import JobSpec
 from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
@@ -30,18 +30,23 @@ def run_skipping(
     spec = job.optimizer
     optimizer = torch_optimizer(spec, parameters.values())
     dataset = open_dataset(job.data, job.model, seed=job.seed)
+    watch = RouterWatch(stages)
     steps = []
     for step in range(num_steps):
         optimizer.zero_grad(set_to_none=True)
         tokens = [0] * len(stages)
-        total = 0.0
+        total, balance, weight = 0.0, 0.0, 0
         for microbatch in range(job.batch.num_microbatches):
             way = list(ways[microbatch % len(ways)])
             if job.parallel.layout is Layout.LOOP:
                 way.append(len(stages) - 1)
             loss, num_valid = _loss([stages[s] for s in way], *_batch(job, dataset, step, microbatch))
-            torch.autograd.backward(loss)
+            balances = watch.taken()
+            pull = num_valid * sum(balances, loss.new_zeros(()))
+            torch.autograd.backward(loss + watch.coefficient * pull)
             total += float(loss.detach())
+            balance += float(pull.detach())
+            weight += num_valid * len(balances)
             for stage in way:
                 tokens[stage] += num_valid
         for name, parameter in parameters.items():
@@ -51,7 +56,14 @@ def run_skipping(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(spec, step, job.total_steps)
         optimizer.step()
-        steps.append(ReferenceStep(loss=total / tokens[0], gradient_norm=float(norm), seconds=0.0))
+        steps.append(
+            ReferenceStep(
+                loss=total / tokens[0],
+                gradient_norm=float(norm),
+                seconds=0.0,
+                balance_loss=balance / weight if weight else None,
+            )
+        )
     return steps
 
 

@@ -22,7 +22,9 @@ from skein.config.job import (
 from skein.config.optimizer import AdamWSpec
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
 from skein.model.reduced import reduced_by_group
+from skein.model.routing import RoutingSpec
 from skein.plan.agreeing.exchange import DIRECT, Pattern
 from skein.plan.plan import Group, Path
 from skein.protocol.messages.directives import Decision, GroupResult, Resumption, StepRecord
@@ -108,6 +110,26 @@ def tiny_job(
         precision=precision,
         seed=5,
     )
+
+
+def sparse_job(
+    text: FilePath, *, stages: int = 4, replicas: int = 1, layout: Layout = Layout.LINE
+) -> JobSpec:
+    """The same with five experts in a block, three for each token, whose balance loss counts."""
+    shape = Qwen3MoeShape(
+        hidden_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=5,
+        num_experts_per_tok=3,
+        # Drawn as narrowly as usual, routers would hardly tell tokens apart.
+        initializer_range=0.2,
+    )
+    model = Qwen3MoeModel(shape=shape, routing=RoutingSpec(balance_coefficient=0.5))
+    job = tiny_job(text, stages=stages, replicas=replicas, layout=layout)
+    return job.model_copy(update={"model": model})
 
 
 def digits_job(*, stages: int = 1, layout: Layout = Layout.LINE) -> JobSpec:

@@ -15,6 +15,7 @@ import torch
 from bench.reference import torch_optimizer
 from skein.data.cursor import positions_of
 from skein.errors import UserError
+from skein.model.routing import RoutingSpec
 from skein.plan.agreeing.exchange import Direct, Pattern, Ring, Tree
 from skein.plan.plan import Path as Hops
 from skein.protocol.messages.directives import Decision
@@ -33,7 +34,7 @@ from skein.types import (
 )
 from tests.support.extent import part
 from tests.support.skipping import run_skipping
-from tests.worker.lab import CPU, Lab, digits_job, tiny_job
+from tests.worker.lab import CPU, Lab, digits_job, sparse_job, tiny_job
 from worker.compute.batches import BatchReader, evaluation_positions
 from worker.compute.chunk import Chunk
 from worker.compute.ops import Compute, Done
@@ -192,6 +193,29 @@ def test_steps_along_paths_that_skip_and_swap_equal_those_of_plain_torch(
         # Sums of 96 tokens in float64, in another order: a few units in the last place per step.
         assert record.loss == pytest.approx(plain.loss, rel=1e-12)
         assert record.gradient_norm == pytest.approx(plain.gradient_norm, rel=1e-12)
+
+
+@pytest.mark.parametrize("way", ["line, skipping", "loop, skipping and swapping"])
+def test_balance_losses_of_stages_that_are_left_out_count_as_in_plain_torch(
+    text: Path, labs: list[Lab], way: str
+) -> None:
+    layout, ways = WAYS[way]
+    drawn = sparse_job(text, replicas=2, layout=layout)
+    steady = drawn.optimizer.model_copy(update={"warmup_steps": 0, "final_learning_rate_ratio": 1.0})
+    job = drawn.model_copy(update={"optimizer": steady})
+    lab = Lab(job, ways)
+    labs.append(lab)
+    body = [way[:-1] for way in ways] if layout is Layout.LOOP else ways
+    wanted = run_skipping(job, 3, body, cut_at=lab.arrangement.stages)
+    without = job.model_copy(update={"model": job.model.model_copy(update={"routing": RoutingSpec()})})
+    for step, plain in enumerate(wanted):
+        record = lab.step(step)
+        # As above.
+        assert record.loss == pytest.approx(plain.loss, rel=1e-12)
+        assert record.gradient_norm == pytest.approx(plain.gradient_norm, rel=1e-12)
+    assert any("valid" in names for _, _, names in lab.sent)
+    unweighed = run_skipping(without, 1, body, cut_at=lab.arrangement.stages)[0]
+    assert unweighed.gradient_norm != pytest.approx(wanted[0].gradient_norm, rel=1e-3), "it did not act"
 
 
 @pytest.mark.parametrize("layout", Layout)

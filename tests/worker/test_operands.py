@@ -9,6 +9,7 @@ from skein.config.aggregation import AggregationSpec, DiLoCo, OneBitAdam
 from skein.config.job import JobSpec, ParallelSpec
 from skein.config.rule import Reach
 from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.plan.agreeing.exchange import Row
 from skein.plan.cut import cut_job
@@ -95,6 +96,45 @@ class Member:
             exchange=self.terms,
         )
         return pack(self.exchanging.combine(op, self.chunk, [self.sent, self.sent]))
+
+
+def test_a_stage_of_a_sparse_model_looks_at_how_many_tokens_are_valid() -> None:
+    shape = MixtralShape(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    job = small_job(stages=2).model_copy(update={"model": MixtralModel(shape=shape)})
+    *_, last = cut_job(job)
+    chunk = Chunk.drawn(job, last, version=STEP, device=torch.device("cpu"))
+    hops = tuple(ChunkRef(stage=StageIndex(i), worker=WorkerId(f"w{i}")) for i in range(last.index + 1))
+    training = LossOp(
+        phase=Phase.TRAIN,
+        step=STEP,
+        microbatch=MicrobatchId(0),
+        hop=last.index,
+        path=Path(hops=hops),
+    )
+    hidden = torch.zeros(2, 4, 8)
+
+    def look_at(op: LossOp, **tensors: torch.Tensor) -> None:
+        assert op.operand is not None
+        bundle = pack({"x": hidden} | tensors)
+        check_operands(
+            op, {op.operand: bundle}, {last.index: chunk}, {}, Exchanging(job, ME.worker, Gauges())
+        )
+
+    for num_valid in (0, 8):
+        look_at(training, valid=torch.tensor(num_valid))
+    evaluating = replace(training, phase=Phase.EVALUATE)
+    look_at(evaluating)
+    for op, strange, told in (
+        (training, {}, r"give with it 'valid' of shape \[\]"),
+        (training, {"valid": torch.tensor([8])}, r"give with it 'valid' of shape \[\]"),
+        (training, {"valid": torch.tensor(8.0)}, r"give with it 'valid' of shape \[\]"),
+        (training, {"valid": torch.tensor(9)}, "'valid' is 9: give at most 8, which is all of it"),
+        (training, {"valid": torch.tensor(-1)}, "'valid' is -1: give at most 8"),
+        (evaluating, {"valid": torch.tensor(8)}, "give with it labels alone"),
+    ):
+        with pytest.raises(OperandError, match=told) as caught:
+            look_at(op, **strange)
+        assert caught.value.sender == hops[-2].worker
 
 
 def without_last(tensor: WireTensor) -> WireTensor:

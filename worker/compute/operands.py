@@ -2,9 +2,10 @@
 
 Rules of this file
 - Only bundles are looked at: what this worker made itself is as it made it.
-- Names, dtypes, shapes and lengths; values are the rule's business.
+- Names, dtypes, shapes and lengths, and numbers of tokens; other values are the rule's business.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 from skein.errors import RemoteError
@@ -24,10 +25,10 @@ from skein.protocol.worker.ops import (
 )
 from skein.types import MicrobatchId, StageIndex, WorkerId
 from skein.wire.extra import DType
-from worker.bundle import Bundle, torch_dtype
+from worker.bundle import Bundle, WireTensor, to_torch, torch_dtype
 from worker.compute.chunk import Chunk
 from worker.compute.exchanging import Exchanging
-from worker.compute.payload import GRADIENTS, HIDDEN, LABELS, SCORES, SHARD, TOKENS, Payload
+from worker.compute.payload import GRADIENTS, HIDDEN, LABELS, SCORES, SHARD, TOKENS, VALID, Payload
 from worker.model.base import Crossing
 
 _FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
@@ -123,13 +124,16 @@ def _check_input(
     hidden = [
         tensor for tensor in bundle if tensor.name == HIDDEN and tensor.dtype in _FLOATS and tensor.shape
     ]
-    if len(hidden) != 1 or not {tensor.name for tensor in bundle} <= {HIDDEN, LABELS, TOKENS, SCORES}:
+    if len(hidden) != 1 or not {tensor.name for tensor in bundle} <= {HIDDEN, LABELS, TOKENS, SCORES, VALID}:
         raise OperandError(_maker(op), f"an activation: {_told(bundle)}: give {HIDDEN!r}, of floats")
     # Of each token, what shards of a vocabulary pass on.
     each = hidden[0].shape[:-1]
     wanted = {TOKENS: (each, frozenset({DType.INT64}))} if chunk.module.takes_tokens else {}
     wanted |= {SCORES: ((*each, 2), _FLOATS)} if chunk.module.takes_scores else {}
-    passed = [tensor for tensor in bundle if tensor.name in (TOKENS, SCORES)]
+    # Of all together, how many are valid: experts weigh by it.
+    if op.phase.trains and chunk.module.spec.has_experts:
+        wanted[VALID] = (), frozenset({DType.INT64})
+    passed = [tensor for tensor in bundle if tensor.name in (TOKENS, SCORES, VALID)]
     fitting = [
         x
         for x in passed
@@ -140,6 +144,15 @@ def _check_input(
         raise OperandError(
             _maker(op), f"an activation: {_told(bundle)}: give with it {shown or 'labels alone'}"
         )
+    if VALID in wanted:
+        _check_valid(op, next(x for x in fitting if x.name == VALID), math.prod(each))
+
+
+def _check_valid(op: ForwardOp | LossOp | LossInputOp, told: WireTensor, num_tokens: int) -> None:
+    num_valid = int(to_torch(told))
+    if not 0 <= num_valid <= num_tokens:
+        hint = f"{VALID!r} is {num_valid}: give at most {num_tokens}, which is all of it"
+        raise OperandError(_maker(op), f"an activation: {hint}")
 
 
 def _check_gradient(op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload], graphs: Graphs) -> None:

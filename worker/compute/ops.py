@@ -73,6 +73,7 @@ from worker.compute.payload import (
     GRADIENTS,
     LABELS,
     SHARD,
+    VALID,
     Payload,
     concatenated,
     crossed,
@@ -82,7 +83,7 @@ from worker.compute.payload import (
 )
 from worker.compute.snapshots import Snapshots
 from worker.compute.state import Saved
-from worker.model.base import Crossing
+from worker.model.base import IGNORED_LABEL, Crossing
 from worker.model.pending import add_up
 from worker.telling.aggregating import Gauges
 
@@ -229,22 +230,23 @@ class Compute:
 
     def _forward(self, op: ForwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
         self._leaving = ()
-        x, labels = self._input(op, operands)
+        x, labels, num_valid = self._input(op, operands)
         module = self._chunk(op.chunk).module
         if labels is None and module.takes_labels:
-            _, labels = self._first_input(op)
-        if op.phase.keeps_graph:
-            y = module.onward(x.followed(is_sample=op.operand is None), labels)
-            self._left.graphs[op.microbatch, op.chunk.stage] = (x, y)
-        else:
-            with torch.no_grad():
-                y = module.onward(x, labels)
-        tensors = crossing(y.detached())
+            labels = self._samples(op)[1]
+        with module.junction.visited(num_valid) as visit:
+            if op.phase.keeps_graph:
+                y = module.onward(x.followed(is_sample=op.operand is None), labels)
+                self._left.graphs[op.microbatch, op.chunk.stage] = (x, y)
+            else:
+                with torch.no_grad():
+                    y = module.onward(x, labels)
+        tensors = crossing(y.detached(), num_valid)
         if labels is not None and self._stay_here(op):
             self._left.labels[op.phase, op.microbatch] = labels
         elif labels is not None:
             tensors[LABELS] = labels
-        return Done(outputs=self._given(op, tensors))
+        return Done(outcome=visit.balance, outputs=self._given(op, tensors))
 
     def _stay_here(self, op: ForwardOp) -> bool:
         """Whether the labels need not go along.
@@ -256,11 +258,11 @@ class Compute:
         return all(self._is_mine(hop) for hop in left)
 
     def _loss(self, op: LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> Done:
-        x, labels = self._input(op, operands)
+        x, labels, valid_before = self._input(op, operands)
         self._left.labels.pop((op.phase, op.microbatch), None)
         if labels is None:
             # The path began here, and its loss has been computed once already.
-            _, labels = self._first_input(op)
+            labels = self._samples(op)[1]
         self._leaving = ()
         module = self._chunk(op.chunk).module
         if not op.phase.trains:
@@ -268,12 +270,13 @@ class Compute:
                 total, num_valid = module.score(x, labels)
             claimed = claim_of(self._chunk(op.chunk)) if op.phase.scores_walkers else ""
             return Done(outcome=Loss(loss_sum=total.item(), num_tokens=num_valid, digest=claimed))
-        total, num_valid = module.score(x.followed(is_sample=op.operand is None), labels)
+        with module.junction.visited(valid_before) as visit:
+            total, num_valid = module.score(x.followed(is_sample=op.operand is None), labels)
         if isinstance(op, LossInputOp):
             self._left.pending[op.microbatch, op.chunk.stage] = module.put_aside(total)
         else:
             total.backward()  # type: ignore[no-untyped-call]
-        outcome = Loss(loss_sum=total.item(), num_tokens=num_valid)
+        outcome = Loss(loss_sum=total.item(), num_tokens=num_valid, balance=visit.balance)
         return Done(outcome=outcome, outputs=self._handed_back(op, x))
 
     def _backward(self, op: BackwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
@@ -296,22 +299,23 @@ class Compute:
 
     def _input(
         self, op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]
-    ) -> tuple[Crossing, Tensor | None]:
-        """The op's input, and the labels if they came with it or stay here."""
+    ) -> tuple[Crossing, Tensor | None, int | None]:
+        """The op's input, the labels if they came with it or stay here, and how many are valid if experts need that."""
         if op.operand is None:
-            return self._first_input(op)
+            samples, labels = self._samples(op)
+            weighs = op.phase.trains and self._held.job.model.has_experts
+            return Crossing(samples), labels, int((labels != IGNORED_LABEL).sum()) if weighs else None
         tensors = unpack(operands[op.operand], self.device)
-        return crossed(tensors), tensors.get(LABELS, self._left.labels.get((op.phase, op.microbatch)))
+        labels_here = tensors.get(LABELS, self._left.labels.get((op.phase, op.microbatch)))
+        return crossed(tensors), labels_here, int(tensors[VALID]) if VALID in tensors else None
 
-    def _first_input(self, op: ForwardOp | LossOp | LossInputOp) -> tuple[Crossing, Tensor]:
+    def _samples(self, op: ForwardOp | LossOp | LossInputOp) -> tuple[Tensor, Tensor]:
         """Samples and labels of a path that begins here."""
         batches = self._held.batches
         if batches is None:
             raise LocalError("a path begins here, but no data were opened")
         batch = batches.batch(op.phase, op.step, op.microbatch)
-        return Crossing(self._moved(torch.from_numpy(batch.inputs))), self._moved(
-            torch.from_numpy(batch.labels)
-        )
+        return self._moved(torch.from_numpy(batch.inputs)), self._moved(torch.from_numpy(batch.labels))
 
     def _handed_back(self, op: VisitOp, x: Crossing) -> Outputs:
         """Gradients of what the hop before gave, ready to be handed over; the first hop has none."""
@@ -322,7 +326,7 @@ class Compute:
 
     def _given(self, op: VisitOp, tensors: Mapping[str, Tensor]) -> Outputs:
         """The op's boundary tensor, ready for each hop that takes it."""
-        return {hop_key(x): self._payload(tensors, x.path.hops[x.hop]) for x in op.outputs}
+        return {hop_key(x): self._sent(tensors, (x.path.hops[x.hop].worker,)) for x in op.outputs}
 
     # --- reduction; accumulators are only read ---
 
@@ -491,10 +495,6 @@ class Compute:
 
     def _is_mine(self, ref: ChunkRef) -> bool:
         return ref.worker == self._held.worker
-
-    def _payload(self, tensors: Mapping[str, Tensor], to: ChunkRef) -> Payload:
-        """Payload of `tensors`: as they are if they stay here, else as they travel."""
-        return tensors if self._is_mine(to) else pack(tensors)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)

@@ -12,14 +12,16 @@ Payload = Mapping[str, Tensor] | Bundle
 
 HIDDEN, LABELS, GRADIENT, SHARD = "x", "labels", "dy", "shard"
 TOKENS, SCORES, SCORES_GRADIENT = "tokens", "scores", "dscores"
-"""Names of tensors that travel; the last three where the vocabulary is cut."""
+VALID = "valid"
+"""Names of tensors that travel: three where the vocabulary is cut, the last one in training where there are experts."""
 GRADIENTS = GRADIENT, SCORES_GRADIENT
 """Names of the gradients of a boundary's tensors, in the order of `Crossing.differentiable`."""
 
 
-def crossing(boundary: Crossing) -> dict[str, Tensor]:
-    """Tensors of a boundary by the names under which they travel."""
-    named = {HIDDEN: boundary.hidden, TOKENS: boundary.tokens, SCORES: boundary.scores}
+def crossing(boundary: Crossing, num_valid: int | None = None) -> dict[str, Tensor]:
+    """Tensors of a boundary by the names under which they travel, with the number of valid tokens if it goes along."""
+    valid = None if num_valid is None else torch.tensor(num_valid)
+    named = {HIDDEN: boundary.hidden, TOKENS: boundary.tokens, SCORES: boundary.scores, VALID: valid}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 

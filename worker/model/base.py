@@ -15,6 +15,7 @@ from skein.model.parameters import parameter_shapes
 from skein.model.rows import parse_block, whole_shapes
 from skein.rng import key
 from skein.types import Precision, StageSpec
+from worker.model.junction import Junction
 from worker.model.ops import biased, linear
 from worker.model.pending import Pending, Tray
 
@@ -76,6 +77,7 @@ class Stage(nn.Module, ABC):
         self.precision = precision
         self.num_layers = num_layers
         self.tray = Tray()
+        self.junction = Junction()
 
     @property
     def has_head(self) -> bool:

@@ -11,6 +11,7 @@ from skein.model.shape import DecoderShape
 from skein.types import Precision, StageSpec
 from worker.model.base import Linear, Stage, empty_parameter, parameter_dtype, product_dtype
 from worker.model.experts import SparseMlp
+from worker.model.junction import Junction
 from worker.model.ops import (
     attend,
     embedding,
@@ -93,14 +94,18 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Decoder block: attention and feed-forward or experts, each normalised before and added to what came in."""
 
-    def __init__(self, shape: DecoderShape, precision: Precision, tray: Tray) -> None:
+    def __init__(self, model: DecoderModel, precision: Precision, tray: Tray, junction: Junction) -> None:
         super().__init__()
-        dtype = parameter_dtype(precision)
+        dtype, shape, experts = parameter_dtype(precision), decoder_shape(model), model.experts
         self.input_layernorm = Norm(shape.hidden_size, shape, precision, tray)
         self.self_attn = Attention(shape, precision, tray)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape, precision, tray)
-        self._fed = "mlp" if shape.experts is None else shape.experts.names.module
-        feed = Mlp(shape, dtype, tray) if shape.experts is None else SparseMlp(shape.experts, precision, tray)
+        self._fed = "mlp" if experts is None else experts.names.module
+        feed: nn.Module
+        if experts is None:
+            feed = Mlp(shape, dtype, tray)
+        else:
+            feed = SparseMlp(experts, precision, tray, junction)
         self.add_module(self._fed, feed)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -136,7 +141,7 @@ class DecoderStage(Stage):
         if self.embeds or (self.has_head and shape.tie_word_embeddings):
             self.model.embed_tokens = Embedding(shape, dtype, self.tray)
         for layer in range(max(stage.first, 1), min(stage.stop, num_layers - 1)):
-            self.model.layers[str(layer - 1)] = Block(shape, precision, self.tray)
+            self.model.layers[str(layer - 1)] = Block(model, precision, self.tray, self.junction)
         if self.has_head:
             self.model.norm = Norm(shape.hidden_size, shape, precision, self.tray)
             if not shape.tie_word_embeddings:

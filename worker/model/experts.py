@@ -23,6 +23,7 @@ from torch.nn import functional
 from skein.model.experts import Experts
 from skein.types import Precision
 from worker.model.base import Linear, parameter_dtype
+from worker.model.junction import Junction
 from worker.model.ops import matrix_gradient, swiglu
 from worker.model.pending import Tray
 
@@ -78,12 +79,13 @@ class SparseMlp(nn.Module):
     weights of the chosen.
     """
 
-    def __init__(self, experts: Experts, precision: Precision, tray: Tray) -> None:
+    def __init__(self, experts: Experts, precision: Precision, tray: Tray, junction: Junction) -> None:
         super().__init__()
         dtype, names = parameter_dtype(precision), experts.names
         self.sizes = experts
         self.dtype = dtype
         self.tray = tray
+        self.junction = junction
         self.gate = Linear(experts.num_features, experts.num_experts, dtype, tray)
         self.experts = nn.ModuleList(_Expert(experts, dtype, tray) for _ in range(experts.num_experts))
         self._gates, self._ups, self._downs = (
@@ -95,10 +97,11 @@ class SparseMlp(nn.Module):
         x_ND = x_BTD.flatten(0, -2)
         chances_NE = self.gate(x_ND).to(self.dtype).softmax(-1)
         choices_NK = likeliest(chances_NE, self.sizes.num_chosen)
+        rows = ExpertRows.of(choices_NK, self.sizes.num_experts)
+        chances_NE = self.junction.weighed(chances_NE, rows.num_rows, self.sizes.routing.balance_coefficient)
         weights_NK = chances_NE.gather(-1, choices_NK)
         if self.sizes.is_normalised:
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-        rows = ExpertRows.of(choices_NK, self.sizes.num_experts)
         x_RD = _dispatch(x_ND, rows)
         inner_RO = swiglu(
             _grouped(x_RD, rows, self.tray, *self._gates), _grouped(x_RD, rows, self.tray, *self._ups)

@@ -42,7 +42,7 @@ class ShardedDecoderStage(Stage):
         inputs = self._inputs(blocks, dtype)
         self.model.embed_tokens = inputs
         for layer in range(max(stage.first, inner.start), min(stage.stop, inner.stop)):
-            self.model.layers[str(layer - inner.start)] = Block(shape, precision, self.tray)
+            self.model.layers[str(layer - inner.start)] = Block(model, precision, self.tray, self.junction)
         if stage.first <= inner.stop < stage.stop:
             self.model.norm = Norm(shape.hidden_size, shape, precision, self.tray)
         held = blocks[max(0, stage.first - inner.stop - 1) : max(0, stage.stop - inner.stop - 1)]

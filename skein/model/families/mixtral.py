@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from skein.model.decoder import DecoderModel
 from skein.model.experts import ExpertNames, Experts, check_chosen
 from skein.model.huggingface import Dialect
 from skein.model.shape import DecoderShape, WindowedShape
+from skein.model.sparse import SparseModel
 
 _NAMES = ExpertNames(module="block_sparse_moe", gate="w1", up="w3", down="w2")
 
@@ -69,7 +69,7 @@ PRESETS: Mapping[str, MixtralShape] = MappingProxyType(
 """Sizes by name, smallest first; but of the published, the number is that of all parameters."""
 
 
-class MixtralModel(DecoderModel):
+class MixtralModel(SparseModel):
     """A Mixtral language model, by preset or by shape; `init_from` names a Hugging Face directory."""
 
     sizes: ClassVar[type[DecoderShape]] = MixtralShape

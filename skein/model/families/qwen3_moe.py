@@ -7,12 +7,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from skein.model.decoder import DecoderModel
 from skein.model.experts import ExpertNames, Experts, check_chosen
 from skein.model.families import qwen2
 from skein.model.families.qwen3 import Qwen3Shape
 from skein.model.huggingface import Dialect
 from skein.model.shape import DecoderShape
+from skein.model.sparse import SparseModel
 
 _NAMES = ExpertNames(module="mlp", gate="gate_proj", up="up_proj", down="down_proj")
 
@@ -88,7 +88,7 @@ PRESETS: Mapping[str, Qwen3MoeShape] = MappingProxyType(
 """Sizes by name, smallest first; the first number is that of all parameters."""
 
 
-class Qwen3MoeModel(DecoderModel):
+class Qwen3MoeModel(SparseModel):
     """A Qwen 3 language model with experts, by preset or by shape; `init_from` names a Hugging Face directory."""
 
     sizes: ClassVar[type[DecoderShape]] = Qwen3MoeShape

@@ -190,6 +190,8 @@ class StepRecord:
     samples_after: int
     num_late_samples: int = 0
     """Samples of this step that are left out: their walkers were not waited for, and give them up."""
+    balance_loss: float | None = None
+    """Mean over sparse layers and their valid tokens, 1 where experts are used evenly; None: the model has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

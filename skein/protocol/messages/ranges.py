@@ -90,7 +90,7 @@ _FIELDS = {
     STATISTIC: "spread predicted_spread Count.value",
     BANDWIDTH: "bytes_per_s",
     RATE: "tokens_per_s",
-    LOSS: "loss loss_sum probe_loss evaluation_loss",
+    LOSS: "loss loss_sum probe_loss evaluation_loss balance_loss",
     NORM: "squared_norm gradient_norm clip",
     SKETCH: "SketchTaken.values",
     LEARNING_RATE: "learning_rate learning_rate_ratio",

@@ -1,8 +1,10 @@
 """Reports of workers to the coordinator. Names here are those of protos/skein/wire/v1/control.proto."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from skein.config.resources import Label
+from skein.numeric.sums import exact_sum
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages.directives import CheckpointFile, ChunkVersion, Ledger
 from skein.protocol.messages.positions import LogPosition
@@ -97,11 +99,39 @@ class ChunksReady:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """Evenness with which tokens went to the experts of a chunk's layers.
+
+    `loss_sum` is the balance loss of each layer and microbatch times its valid tokens, `num_tokens` these tokens, once
+    for each layer.
+    """
+
+    loss_sum: float
+    num_tokens: int
+
+    @property
+    def mean(self) -> float:
+        """Mean balance loss of a layer, per valid token; 0 without any."""
+        return self.loss_sum / self.num_tokens if self.num_tokens else 0.0
+
+    @classmethod
+    def sum_of(cls, balances: Iterable["Balance | None"]) -> "Balance | None":
+        """Balance of several microbatches or chunks together; None: none of them has any."""
+        told = [balance for balance in balances if balance is not None]
+        if not told:
+            return None
+        return cls(
+            loss_sum=exact_sum(balance.loss_sum for balance in told),
+            num_tokens=sum(balance.num_tokens for balance in told),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageDone:
     """A chunk's ledger covers what was assigned. Where paths end, it knows the loss.
 
     `loss_sum` is nats over all its microbatches, `tokens` the valid tokens of each, in the order of the ledger; 0 and
-    nothing at any other chunk.
+    nothing at any other chunk. `balance` is that of its microbatches, where its model has experts.
     """
 
     generation: Generation
@@ -109,6 +139,7 @@ class StageDone:
     ledger: Ledger
     loss_sum: float
     tokens: tuple[int, ...]
+    balance: Balance | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

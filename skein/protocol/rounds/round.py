@@ -32,7 +32,7 @@ from skein.protocol.messages.directives import (
     StepRecord,
     TakeSketch,
 )
-from skein.protocol.messages.reports import SketchTaken, StageDone, Vote
+from skein.protocol.messages.reports import Balance, SketchTaken, StageDone, Vote
 from skein.protocol.rounds.votes import largest_camp, ruling, votes_text
 from skein.protocol.rounds.weighing import Numbers, clip_of, tokens_by_microbatch, weigh
 from skein.types import Attempt, ChunkRef, Epoch, Generation, GroupId, Local, MicrobatchId, Step, WorkerId
@@ -458,6 +458,7 @@ class Round:
             )
             for v in votes
         )
+        balance = Balance.sum_of(self._done[chunk].balance for chunk in sorted(self._done))
         return StepRecord(
             step=self.terms.step,
             decision=Decision.SKIP if reason else Decision.APPLY,
@@ -471,6 +472,7 @@ class Round:
             learning_rate=self.terms.learning_rate,
             samples_after=(self.terms.step + 1) * self.terms.batch_samples,
             num_late_samples=self._num_late_samples(),
+            balance_loss=None if balance is None else balance.mean,
         )
 
     def _num_late_samples(self) -> int:

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 from skein.plan.ops import Direction, OpKind
 from skein.plan.plan import Group, Path
 from skein.protocol.messages.directives import ExchangeTerms, StepRecord, TakeSketch
-from skein.protocol.messages.reports import SketchTaken, Vote
+from skein.protocol.messages.reports import Balance, SketchTaken, Vote
 from skein.protocol.messages.tensors import HopTensor, Phase, ShardTensor
 from skein.types import Attempt, ChunkRef, Generation, GroupId, MicrobatchId, StageIndex, Step, WorkerId
 
@@ -280,12 +280,14 @@ Op = VisitOp | ReductionOp | SketchOp | ApplyOp | SaveOp | SnapshotOp
 class Loss:
     """Answer of a `LossOp` or `LossInputOp`: summed nats and valid tokens.
 
-    In a probe also the digest of the chunk's parameters.
+    In a probe also the digest of the chunk's parameters; in training the balance of its experts, which is all that a
+    `ForwardOp` answers.
     """
 
     loss_sum: float
     num_tokens: int
     digest: str = ""
+    balance: Balance | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,4 +303,4 @@ class OpFailed:
     is_unfit: bool = False
 
 
-OpOutcome = Loss | Joined | Sketched | OpFailed | None
+OpOutcome = Loss | Balance | Joined | Sketched | OpFailed | None

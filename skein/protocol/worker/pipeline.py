@@ -25,6 +25,7 @@ from skein.numeric.sums import exact_sum
 from skein.plan.ops import ChunkOrder, Direction, Kept, OpKind, only_using
 from skein.plan.plan import Path, PlannedOp, Schedule
 from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin
+from skein.protocol.messages.reports import Balance
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.ops import (
     COMPUTE_OPS,
@@ -60,9 +61,11 @@ class Carried:
     held: Mapping[tuple[Kept, MicrobatchId], _Place]
     losses: Mapping[MicrobatchId, Loss]
     """Losses of those last hops whose contribution is in the ledger or put aside."""
+    balances: Mapping[MicrobatchId, Balance]
+    """Balances of the experts here, of microbatches that have gone forward."""
 
 
-NOTHING = Carried(ledger=(), held={}, losses={})
+NOTHING = Carried(ledger=(), held={}, losses={}, balances={})
 
 
 class _Chunk:
@@ -83,6 +86,7 @@ class _Chunk:
         self.arrived.clear()
         self.ledger: list[MicrobatchId] = []
         self.train_losses: dict[MicrobatchId, Loss] = {}
+        self.balances: dict[MicrobatchId, Balance] = {}
         self.held: dict[tuple[Kept, MicrobatchId], _Place] = {}
         # What an evaluation of the older version has not released by now is refused as stale when it comes.
         self.in_flight = 0
@@ -93,6 +97,7 @@ class _Chunk:
         self.ledger = list(carried.ledger)
         counted = {*carried.ledger, *_pending(carried.held)}
         self.train_losses = {m: loss for m, loss in carried.losses.items() if m in counted}
+        self.balances = dict(carried.balances)
         self.in_flight = len({microbatch for _, microbatch in carried.held})
         self._plan(left)
         for (kept, microbatch), place in carried.held.items():
@@ -190,6 +195,7 @@ class Pipeline:
                 ledger=tuple(chunk.ledger),
                 held=dict(sorted(chunk.held.items())),
                 losses=dict(chunk.train_losses),
+                balances=dict(chunk.balances),
             )
             for stage, chunk in self._chunks.items()
         }
@@ -304,7 +310,7 @@ class Pipeline:
         microbatch, hop, path = heappop(chunk.evaluation_forwards)
         return ForwardOp(phase=self._evaluating, step=self.step, microbatch=microbatch, hop=hop, path=path)
 
-    def end(self, op: ComputeOp, loss: Loss | None) -> tuple[HopTensor, ...]:
+    def end(self, op: ComputeOp, loss: Loss | None, balance: Balance | None = None) -> tuple[HopTensor, ...]:
         """Book an op that has ended; gives the headers of the tensor it made, to be sent on."""
         chunk = self._chunks[op.chunk.stage]
         row = op.kind.row
@@ -321,6 +327,9 @@ class Pipeline:
         if loss is not None:
             losses = chunk.train_losses if op.phase.trains else chunk.evaluation_losses
             losses[op.microbatch] = loss
+        if balance is not None:
+            # Whoever computes it again tells the same, or what counts then.
+            chunk.balances[op.microbatch] = balance
         return op.outputs
 
     def spoil(self, op: ComputeOp) -> None:
@@ -363,6 +372,11 @@ class Pipeline:
         """Valid tokens of each microbatch in the ledger of a chunk where paths end; nothing of another chunk."""
         chunk = self._chunks[stage]
         return tuple(chunk.train_losses[m].num_tokens for m in chunk.ledger) if chunk.train_losses else ()
+
+    def balance(self, stage: StageIndex) -> Balance | None:
+        """Balance of a chunk's experts over the microbatches in its ledger; None: it has no experts."""
+        chunk = self._chunks[stage]
+        return Balance.sum_of(chunk.balances.get(microbatch) for microbatch in chunk.ledger)
 
     def evaluation_loss(self, stage: StageIndex) -> tuple[tuple[MicrobatchId, ...], Loss]:
         """Evaluation microbatches whose loss this chunk has, ascending, and their sum."""

@@ -28,7 +28,7 @@ from skein.protocol.messages.directives import (
     TakeSketch,
 )
 from skein.protocol.messages.progress import ChunkProgress
-from skein.protocol.messages.reports import EvaluationDone, StageDone
+from skein.protocol.messages.reports import Balance, EvaluationDone, StageDone
 from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardTensor, TensorHeader
 from skein.protocol.worker.exchanges import Exchanges
 from skein.protocol.worker.ops import (
@@ -403,7 +403,9 @@ class Steps:
         pipeline = self.pipeline or self._fenced
         if pipeline is None or op.step != self.version:
             return
-        made = pipeline.end(op, outcome if isinstance(outcome, Loss) else None)
+        loss = outcome if isinstance(outcome, Loss) else None
+        told = outcome if loss is None else loss.balance
+        made = pipeline.end(op, loss, told if isinstance(told, Balance) else None)
         if op.phase.trains:
             self._logged.update((hop_key(header), op.chunk.stage) for header in made)
         if self.pipeline is None:
@@ -461,6 +463,7 @@ class Steps:
                 ledger=self.pipeline.ledger(stage),
                 loss_sum=self.pipeline.train_loss_sum(stage),
                 tokens=self.pipeline.train_tokens(stage),
+                balance=self.pipeline.balance(stage),
             )
         )
 

@@ -18,6 +18,7 @@ from skein.numeric.sketch import SKETCH_LENGTH
 from skein.plan.ops import Direction, Kept
 from skein.protocol.messages.directives import Assign, Decision
 from skein.protocol.messages.progress import ResumedChunk
+from skein.protocol.messages.reports import Balance
 from skein.protocol.messages.tensors import Envelope, ShardTensor
 from skein.protocol.worker.keeping.desk import Desk, is_release, key_of, operand_keys
 from skein.protocol.worker.ops import (
@@ -91,18 +92,22 @@ class StageTimes:
     input_bytes: int
     output_bytes: int
     parameter_bytes: int
+    num_sparse_layers: int | None = None
+    """Blocks with experts; None: the model has none anywhere."""
 
 
 def stage_times(job: JobSpec, layers: tuple[LayerSpec, ...], stage: StageSpec) -> StageTimes:
     """Costs of `stage` for one microbatch of `job`."""
     cost = stage_cost(layers, stage)
-    samples = job.batch.microbatch_samples
+    samples, inner = job.batch.microbatch_samples, job.model.inner_layers
+    num_blocks = len(range(max(stage.first, inner.start), min(stage.stop, inner.stop)))
     return StageTimes(
         forward=float(cost.forward_flops * samples),
         backward=float(cost.backward_flops * samples),
         input_bytes=layers[stage.first - 1].output_bytes * samples if stage.first else 0,
         output_bytes=cost.output_bytes * samples,
         parameter_bytes=4 * cost.num_parameters,
+        num_sparse_layers=num_blocks if job.model.has_experts else None,
     )
 
 
@@ -307,7 +312,7 @@ class SimExecutor:
                 pass
         return None
 
-    def _compute(self, op: ComputeOp) -> Loss | None:
+    def _compute(self, op: ComputeOp) -> Loss | Balance | None:
         """Do to sets of contributions what the op's row says."""
         row, place = op.kind.row, (op.microbatch, op.chunk.stage)
         if row.takes is Direction.FORWARD:
@@ -325,7 +330,17 @@ class SimExecutor:
         for header in op.outputs:
             if not is_release(header):
                 self._outputs[hop_key(header)] = Payload(self._boundary_bytes(op))
-        return Loss(loss_sum=float(op.microbatch + 1), num_tokens=1) if row.scores else None
+        balance = self._balance(op) if row.takes is Direction.FORWARD and op.phase.trains else None
+        return (
+            Loss(loss_sum=float(op.microbatch + 1), num_tokens=1, balance=balance) if row.scores else balance
+        )
+
+    def _balance(self, op: ComputeOp) -> Balance | None:
+        """Balance of the experts here: of each layer as many as the microbatch's number."""
+        num_layers = self.times[op.chunk.stage].num_sparse_layers
+        if num_layers is None:
+            return None
+        return Balance(loss_sum=float(num_layers * (op.microbatch + 1)), num_tokens=num_layers)
 
     def _pack(self, op: PackOp) -> None:
         held = max(self.times[stage].parameter_bytes for stage in op.stages)

@@ -201,7 +201,8 @@ class NumericExecutor(SimExecutor, ABC):
         outcome = super()._carry_out(op)
         match op:
             case LossOp() | LossInputOp():
-                return self._loss(op)
+                assert isinstance(outcome, Loss)
+                return replace(self._loss(op), balance=outcome.balance)
             case ForwardOp():
                 self._forward(op)
             case BackwardOp():

@@ -20,13 +20,23 @@ class Point:
     loss: float | None = None
     validation_loss: float | None = None
     gradient_norm: float | None = None
+    balance_loss: float | None = None
+    """Mean over sparse layers of a model with experts: 1 where all are used evenly."""
     learning_rate: float | None = None
     tokens_per_s: float | None = None
     decision: str = ""
     """`apply`, or what became of the step instead."""
 
 
-MEASURES = ("loss", "validation_loss", "gradient_norm", "learning_rate", "tokens_per_s", "tokens")
+MEASURES = (
+    "loss",
+    "validation_loss",
+    "gradient_norm",
+    "balance_loss",
+    "learning_rate",
+    "tokens_per_s",
+    "tokens",
+)
 """The fields of a point that are curves."""
 
 
@@ -78,6 +88,7 @@ class Course:
                     loss=None if step is None else step.record.loss,
                     validation_loss=None if evaluation is None else evaluation.loss,
                     gradient_norm=None if step is None else step.record.gradient_norm,
+                    balance_loss=None if step is None else step.record.balance_loss,
                     learning_rate=None if step is None else step.record.learning_rate,
                     tokens_per_s=None if step is None else step.tokens_per_s,
                     decision="" if step is None else step.record.decision,

@@ -906,6 +906,7 @@ class StageDone(_message.Message):
     LEDGER_FIELD_NUMBER: _builtins.int
     LOSS_SUM_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    BALANCE_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     step: _builtins.int
     loss_sum: _builtins.float
@@ -915,6 +916,10 @@ class StageDone(_message.Message):
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """As many as microbatches in the ledger where paths end, else none."""
 
+    @_builtins.property
+    def balance(self) -> Global___Balance:
+        """Of a chunk of a model with experts."""
+
     def __init__(
         self,
         *,
@@ -923,14 +928,43 @@ class StageDone(_message.Message):
         ledger: _ids_pb2.Ledger | None = ...,
         loss_sum: _builtins.float = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
+        balance: Global___Balance | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance", b"_balance", "balance", b"balance", "ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "ledger", b"ledger", "loss_sum", b"loss_sum", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance", b"_balance", "balance", b"balance", "generation", b"generation", "ledger", b"ledger", "loss_sum", b"loss_sum", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__balance: _TypeAlias = _typing.Literal["balance"]  # noqa: Y015
+    _WhichOneofArgType__balance: _TypeAlias = _typing.Literal["_balance", b"_balance"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__balance) -> _WhichOneofReturnType__balance | None: ...
+
+Global___StageDone: _TypeAlias = StageDone  # noqa: Y015
+
+@_typing.final
+class Balance(_message.Message):
+    """Evenness with which tokens went to the experts of a chunk's layers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOSS_SUM_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    loss_sum: _builtins.float
+    """Balance loss of each layer and microbatch times its valid tokens."""
+    num_tokens: _builtins.int
+    """These tokens, once for each layer."""
+    def __init__(
+        self,
+        *,
+        loss_sum: _builtins.float = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_sum", b"loss_sum", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StageDone: _TypeAlias = StageDone  # noqa: Y015
+Global___Balance: _TypeAlias = Balance  # noqa: Y015
 
 @_typing.final
 class Vote(_message.Message):

@@ -921,6 +921,7 @@ class StepRecord(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     SAMPLES_AFTER_FIELD_NUMBER: _builtins.int
     NUM_LATE_SAMPLES_FIELD_NUMBER: _builtins.int
+    BALANCE_LOSS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     decision: Global___Decision.ValueType
     reason: _builtins.str
@@ -933,6 +934,8 @@ class StepRecord(_message.Message):
     samples_after: _builtins.int
     num_late_samples: _builtins.int
     """Left out, for their walkers were not waited for."""
+    balance_loss: _builtins.float
+    """Mean over sparse layers and their valid tokens."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupResult]: ...
     def __init__(
@@ -950,12 +953,15 @@ class StepRecord(_message.Message):
         learning_rate: _builtins.float = ...,
         samples_after: _builtins.int = ...,
         num_late_samples: _builtins.int = ...,
+        balance_loss: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "balance_loss", b"balance_loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "decision", b"decision", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "num_late_samples", b"num_late_samples", "num_tokens", b"num_tokens", "reason", b"reason", "results", b"results", "samples_after", b"samples_after", "step", b"step", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "balance_loss", b"balance_loss", "clip", b"clip", "decision", b"decision", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "num_late_samples", b"num_late_samples", "num_tokens", b"num_tokens", "reason", b"reason", "results", b"results", "samples_after", b"samples_after", "step", b"step", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__balance_loss: _TypeAlias = _typing.Literal["balance_loss"]  # noqa: Y015
+    _WhichOneofArgType__balance_loss: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__balance_loss) -> _WhichOneofReturnType__balance_loss | None: ...
 
 Global___StepRecord: _TypeAlias = StepRecord  # noqa: Y015
 

@@ -11,6 +11,7 @@ from skein.model.experts import ExpertNames, Experts
 from skein.types import Precision
 from tests.worker.model.builders import assert_near
 from worker.model.experts import ExpertRows, SparseMlp, likeliest
+from worker.model.junction import Junction
 from worker.model.pending import Tray, add_up
 
 EXPERTS = Experts(
@@ -27,7 +28,7 @@ ROUNDING = 1e-12
 
 def sparse(experts: Experts, precision: Precision = Precision.FP64) -> SparseMlp:
     """Experts and router with drawn numbers."""
-    module = SparseMlp(experts, precision, Tray())
+    module = SparseMlp(experts, precision, Tray(), Junction())
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in module.parameters():

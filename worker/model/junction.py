@@ -1,0 +1,95 @@
+"""Junctions: routers of a stage and the op that runs them meet there, past everything between them.
+
+N tokens of a microbatch, E experts, K choices of a token.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+
+from skein.protocol.messages.reports import Balance
+
+
+@dataclass(slots=True)
+class RoutedMicrobatch:
+    """A microbatch on its way through a stage: how many of its tokens have a label, and what routers tell of it."""
+
+    num_valid: int | None
+    """None: outside of training, where nothing is told."""
+    losses: list[float]
+    """Balance loss of each layer."""
+
+    @property
+    def balance(self) -> Balance | None:
+        """Balance of all layers together."""
+        if self.num_valid is None:
+            return None
+        return Balance(
+            loss_sum=self.num_valid * sum(self.losses), num_tokens=self.num_valid * len(self.losses)
+        )
+
+
+class Junction:
+    """Place where the routers of one stage find the microbatch that goes through them."""
+
+    def __init__(self) -> None:
+        self._visit: RoutedMicrobatch | None = None
+
+    @contextmanager
+    def visited(self, num_valid: int | None) -> Iterator[RoutedMicrobatch]:
+        """Visit of a microbatch with so many valid tokens until the end of the block; None: outside of training."""
+        assert self._visit is None, "a forward runs within another one"
+        self._visit = RoutedMicrobatch(num_valid=num_valid, losses=[])
+        try:
+            yield self._visit
+        finally:
+            self._visit = None
+
+    def weighed(self, chances_NE: Tensor, num_rows: Sequence[int], coefficient: float) -> Tensor:
+        """The same chances, whose gradient has that of the balance loss in it from now on.
+
+        The loss of a layer is E times the sum, over experts, of the share of all choices that went to one and its mean
+        chance; 1 where all have equally many. Only chances have a gradient: that of the loss, times `coefficient` and
+        the valid tokens.
+
+        Args:
+            chances_NE: of each token's experts, in the dtype of parameters.
+            num_rows: choices that went to each expert.
+            coefficient: what the loss counts per valid token.
+
+        Source: Fedus et al., Switch Transformers, 2021, Eq. 4 to 6, for several choices of a token divided by K.
+        """
+        visit = self._visit
+        if visit is None or visit.num_valid is None:
+            return chances_NE
+        num_tokens, num_experts = chances_NE.shape
+        shares_E = chances_NE.new_tensor(num_rows) * (num_experts / sum(num_rows))
+        visit.losses.append(float(shares_E @ chances_NE.detach().mean(0)))
+        factor = coefficient * visit.num_valid / num_tokens
+        return _pulled(chances_NE, shares_E * factor) if factor else chances_NE
+
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+
+
+class _Pulled(Function):
+    """Keeps what it adds to the gradient of every token: a number for each expert."""
+
+    @staticmethod
+    def forward(ctx: _Context, chances_NE: Tensor, pull_E: Tensor) -> Tensor:
+        ctx.save_for_backward(pull_E)
+        return chances_NE.view_as(chances_NE)
+
+    @staticmethod
+    def backward(ctx: _Context, grad_NE: Tensor) -> tuple[Tensor, None]:
+        (pull_E,) = ctx.saved_tensors
+        return grad_NE + pull_E, None
+
+
+# torch leaves `apply` without types.
+_pulled: Callable[[Tensor, Tensor], Tensor] = _Pulled.apply
