@@ -1,10 +1,15 @@
 """The few operations whose gradients are written by hand, to keep less between forward and backward.
 
+Where they are `mapped`, torch differentiates them itself. Its transforms take none of these functions, and in the form
+that they would take a function's signature is looked up at every call, which all other jobs would pay for.
+
 B batch, T tokens, H heads, F features.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -125,6 +130,22 @@ def _rows_summed(bias: Tensor, grad: Tensor) -> Tensor:
     return grad.sum(tuple(range(grad.dim() - 1))).to(bias.dtype)
 
 
+_is_mapped = ContextVar("is_mapped", default=False)
+
+
+@contextmanager
+def mapped() -> Iterator[None]:
+    """Have the operations of this file be such as `torch.func` can transform, until the end of the block.
+
+    Results are the same, and gradients but for the order of sums.
+    """
+    before = _is_mapped.set(True)
+    try:
+        yield
+    finally:
+        _is_mapped.reset(before)
+
+
 # torch leaves `apply` without types.
 _rms_norm: Callable[[Tensor, Tensor, float, torch.dtype, Tray], Tensor] = _RmsNorm.apply
 _swiglu: Callable[[Tensor, Tensor], Tensor] = _Swiglu.apply
@@ -138,27 +159,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, tray: Tr
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, Eq. 4, with Llama's eps.
     """
+    if _is_mapped.get():
+        wide = x.to(weight.dtype)
+        return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight).to(dtype)
     return _rms_norm(x, weight, eps, dtype, tray)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`. Source: Shazeer, GLU Variants Improve Transformer, 2020, Eq. 5."""
-    return _swiglu(gate, up)
+    return functional.silu(gate) * up if _is_mapped.get() else _swiglu(gate, up)
 
 
 def linear(x: Tensor, weight: Tensor, tray: Tray) -> Tensor:
     """`x @ weight.T` in the dtype of `x`; the weight's gradient comes in the weight's own dtype."""
-    return _linear(x, weight, tray)
+    return functional.linear(x, weight.to(x.dtype)) if _is_mapped.get() else _linear(x, weight, tray)
 
 
 def embedding(tokens: Tensor, weight: Tensor, tray: Tray) -> Tensor:
     """Row of `weight` for each token."""
-    return _embedding(weight, tokens, tray)
+    return functional.embedding(tokens, weight) if _is_mapped.get() else _embedding(weight, tokens, tray)
 
 
 def biased(x: Tensor, bias: Tensor, tray: Tray) -> Tensor:
     """`x + bias` in the dtype of `x`; the bias's gradient comes in the bias's own dtype."""
-    return _biased(x, bias, tray)
+    return x + bias.to(x.dtype) if _is_mapped.get() else _biased(x, bias, tray)
 
 
 def rotary_tables(

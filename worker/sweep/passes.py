@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from skein.numeric.rows import RowBuffer
 from worker.model.base import IGNORED_LABEL, Stage, parameter_dtype
+from worker.model.ops import mapped
 from worker.sweep.fused import fused_forward
 
 
@@ -130,7 +131,13 @@ def _vmapped_logits(stage: Stage) -> Logits:
         logits: Tensor = functional_call(module, named, (x,))
         return logits
 
-    return vmap(one)
+    several = vmap(one)
+
+    def logits(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        with mapped():
+            return several(params, x)
+
+    return logits
 
 
 def make_pass(kind: PassKind, stage: Stage, rows: RowBuffer) -> Pass | None:

@@ -39,8 +39,10 @@ def batch(
     return together(case, rows, step, dtype)
 
 
-def run(array: RowArray, case: Case, rows: list[int], steps: range) -> list[tuple[RowStep, ...]]:
-    return [array.step([batch(case, rows, step)]) for step in steps]
+def run(
+    array: RowArray, case: Case, rows: list[int], steps: range, dtype: torch.dtype = torch.float64
+) -> list[tuple[RowStep, ...]]:
+    return [array.step([batch(case, rows, step, dtype)]) for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -66,15 +68,26 @@ def test_rows_go_on_in_any_packing_as_they_were(
                 assert one.learning_rate == others[row].learning_rate
 
 
-@pytest.mark.parametrize("kind", PassKind)
-def test_a_row_that_diverges_is_frozen_and_the_others_hear_nothing_of_it(kind: PassKind) -> None:
-    case = CNN
+@pytest.mark.parametrize(
+    ("case", "kind", "precision"),
+    [
+        *((CNN, kind, Precision.FP64) for kind in PassKind),
+        (MLP, PassKind.FUSED, Precision.BF16),
+        (DECODER, PassKind.FUSED, Precision.BF16),
+        (DECODER, PassKind.VMAPPED, Precision.FP32),
+    ],
+    ids=str,
+)
+def test_a_row_that_diverges_is_frozen_and_the_others_hear_nothing_of_it(
+    case: Case, kind: PassKind, precision: Precision
+) -> None:
     calm, wild = all_settings(AdamWSpec()), all_settings(AdamWSpec())
     wild[2] = RowSettings(
         optimizer=wild[2].optimizer.model_copy(update={"learning_rate": WILD}), num_steps=NUM_STEPS
     )
-    arrays = [array_of(case, settings, kind) for settings in (calm, wild)]
-    told = [run(array, case, [*range(NUM_ROWS)], range(NUM_STEPS)) for array in arrays]
+    arrays = [array_of(case, settings, kind, precision) for settings in (calm, wild)]
+    dtype = arrays[0].rows.params.dtype
+    told = [run(array, case, [*range(NUM_ROWS)], range(NUM_STEPS), dtype) for array in arrays]
     assert arrays[1].frozen.keys() == {2}
     assert "not finite" in arrays[1].frozen[2]
     assert arrays[1].rows.num_updates[2] < NUM_STEPS

@@ -59,7 +59,8 @@ def test_fused_rows_have_the_losses_and_gradients_of_their_models(name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(PassKind.VMAPPED, "digits"), *((PassKind.LOOPED, x) for x in MODELS)]
+    ("kind", "name"),
+    [*((PassKind.VMAPPED, x) for x in FUSED), *((PassKind.LOOPED, x) for x in MODELS)],
 )
 def test_other_passes_have_them_too(kind: PassKind, name: str) -> None:
     stages = [whole(MODELS[name], seed=row) for row in range(NUM_ROWS)]
