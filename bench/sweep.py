@@ -2,7 +2,7 @@
 
     skein bench sweep [--only WHAT ...] [--turns 40]
 
-WHAT is `equal` (losses of fused rows beside separate runs, float64, 40 steps), `apart` (a row at a rate that blows up,
+WHAT is `equal` (fused rows beside separate runs, 40 steps), `apart` (a row at a rate that blows up,
 the others beside lone runs) or `speed` (against the best loop: a model and a fused optimizer of torch for each trial).
 Speeds are of one thread's CPU time, both ways in turns; the ratio is the median of the turns'. The control is no
 option. Ends with one JSON line; exit code 1 if a goal is missed.
@@ -32,14 +32,16 @@ from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.walker import Walker
 from skein.protocol.rounds.weighing import clip_of
 from skein.types import Precision, StageIndex, StageSpec
+from worker.model.base import parameter_dtype
 from worker.model.stage import Stage, build_stage
 from worker.sweep.array import RowArray, RowSettings
 from worker.sweep.choosing import MIN_SPEEDUP, choose_pass
 from worker.sweep.passes import PassKind
 
 NUM_STEPS = 40
-EQUAL_LOSS, HEALTHY_LOSS = 1e-10, 1e-12
-"""Most by which losses may differ in float64: fused beside separate, healthy rows beside lone runs."""
+EQUAL_LOSS, EQUAL_PARAMETER, HEALTHY_LOSS = 1e-10, 1e-7, 1e-12
+"""Most that may differ in float64: losses and parameters beside separate runs, losses beside a row that blew up."""
+EQUAL_LOSS_FP32 = 1e-3
 NUM_WARM = 4
 """Turns at the start that are not counted."""
 _TOKENS = 16
@@ -145,6 +147,11 @@ class Separate:
         )
         return float(loss.detach()) / num_valid
 
+    def distance(self, row: Walker) -> float:
+        """Most by which a parameter differs from a row's."""
+        mine = self._walker.params
+        return max(float((row.params[name] - param).abs().max()) for name, param in mine.items())
+
 
 def together(case: Case, seeds: Sequence[int], step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A batch for each row, by its own seed."""
@@ -152,27 +159,48 @@ def together(case: Case, seeds: Sequence[int], step: int, dtype: torch.dtype) ->
     return torch.stack([x for x, _ in drawn]), torch.stack([y for _, y in drawn])
 
 
-def furthest(case: Case, settings: Sequence[RowSettings], rows: Sequence[int]) -> float:
-    """Most by which a loss of these fused rows differs from the same trial's on its own, over all steps."""
-    seeds = range(len(settings))
-    stages = [case.stage(seed, Precision.FP64) for seed in seeds]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Furthest:
+    """Most by which fused rows differ from the same trials one by one: a loss in nats, a parameter in the end."""
+
+    loss: float
+    parameter: float
+
+
+def furthest(
+    case: Case,
+    settings: Sequence[RowSettings],
+    rows: Sequence[int],
+    *,
+    precision: Precision = Precision.FP64,
+) -> Furthest:
+    """Train an array, and these of its rows as trials of their own beside it."""
+    seeds, dtype = range(len(settings)), parameter_dtype(precision)
+    stages = [case.stage(seed, precision) for seed in seeds]
     array = RowArray.of(stages, settings, PassKind.FUSED)
     alone = {row: Separate(stages[row], settings[row]) for row in rows}
-    worst = 0.0
+    loss = 0.0
     for step in range(NUM_STEPS):
-        inputs, labels = together(case, seeds, step, torch.float64)
+        inputs, labels = together(case, seeds, step, dtype)
         found = array.step([(inputs, labels)])
         for row, run in alone.items():
-            worst = max(worst, abs(found[row].loss - run.step(inputs[row], labels[row])))
-    return worst
+            loss = max(loss, abs(found[row].loss - run.step(inputs[row], labels[row])))
+    distances = [run.distance(array.rows.walker(row)) for row, run in alone.items()]
+    return Furthest(loss=loss, parameter=max(distances))
 
 
 def equal_rows() -> Iterator[Row]:
-    """Four rows of each model and optimizer beside separate runs."""
+    """Four rows of each model and optimizer beside separate runs; in float32 where no tie of a maximum may flip."""
     for case in (MLP, CNN, DECODER):
         for spec in OPTIMIZERS:
             settings = [settings_of(spec, row) for row in range(4)]
-            yield differing(f"{case.what}, {spec.name}", furthest(case, settings, range(4)), EQUAL_LOSS)
+            found, what = furthest(case, settings, range(4)), f"{case.what}, {spec.name}"
+            yield differing(what, found.loss, EQUAL_LOSS)
+            yield differing(f"{what}, parameters in the end", found.parameter, EQUAL_PARAMETER)
+    for case in (MLP, DECODER):
+        settings = [settings_of(AdamWSpec(), row) for row in range(4)]
+        found = furthest(case, settings, range(4), precision=Precision.FP32)
+        yield differing(f"{case.what}, adamw, float32", found.loss, EQUAL_LOSS_FP32)
 
 
 def apart_rows() -> Iterator[Row]:
@@ -182,16 +210,16 @@ def apart_rows() -> Iterator[Row]:
         wild = settings[2].optimizer.model_copy(update={"learning_rate": 1e200})
         settings[2] = RowSettings(optimizer=wild, num_steps=NUM_STEPS)
         yield differing(
-            f"{case.what}, row 2 at rate 1e200", furthest(case, settings, (0, 1, 3)), HEALTHY_LOSS
+            f"{case.what}, row 2 at rate 1e200", furthest(case, settings, (0, 1, 3)).loss, HEALTHY_LOSS
         )
 
 
 def differing(what: str, worst: float, most: float) -> Row:
     """A row that holds where losses differ by `most` at the most."""
     return Row(
-        what=f"{what}: most that losses differ, 4 rows, {NUM_STEPS} steps, float64",
+        what=f"{what}: most that they differ, 4 rows, {NUM_STEPS} steps",
         value=worst,
-        unit="nats",
+        unit="nats or absolute",
         against="the same trials one by one",
         ratio=worst / most,
         goal=f"≤ {most:g}",

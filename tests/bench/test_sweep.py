@@ -9,9 +9,10 @@ from bench.sweep import MLP, OPTIMIZERS, differing, furthest, settings_of
 def test_fused_rows_are_near_separate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "NUM_STEPS", 8)
     for spec in OPTIMIZERS:
-        worst = furthest(MLP, [settings_of(spec, row) for row in range(3)], range(3))
+        found = furthest(MLP, [settings_of(spec, row) for row in range(3)], range(3))
         # Products of batches are summed in another order: not the same thing twice.
-        assert 0 < worst <= sweep.EQUAL_LOSS
+        assert 0 < found.loss <= sweep.EQUAL_LOSS
+        assert 0 < found.parameter <= sweep.EQUAL_PARAMETER
 
 
 @pytest.mark.parametrize(("worst", "holds"), [(0.9e-10, True), (1.1e-10, False)])
