@@ -164,7 +164,8 @@ def _drawn(case: "KnownProblem", best: PlanFound) -> str:
     from client.planning.gantt import gantt_svg
     from skein.plan.route.evaluate import timeline
 
-    return gantt_svg(case.problem, best.routing, timeline(case.problem, best.routing), case.names)
+    times = timeline(case.problem, best.routing)
+    return gantt_svg(case.problem, best.routing, times, case.names, case.shards)
 
 
 def _save(out: Path, case: "KnownProblem", standing: PortfolioStanding, best: PlanFound) -> None:

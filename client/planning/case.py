@@ -10,8 +10,11 @@ from client.planning.messages import NoPlan, Objective
 from skein.config.explain import Words
 from skein.config.job import JobSpec
 from skein.errors import UserError
+from skein.plan.changing.clauses import Clause
+from skein.plan.changing.leeway import is_settled
+from skein.plan.changing.shards import shard_stages
 from skein.plan.load import spared_bytes, together_bytes
-from skein.plan.plan import Infeasible
+from skein.plan.plan import Infeasible, Plan
 from skein.plan.route.problem import Problem, Routing
 from skein.topology.doubts import LinkDoubt, questioned_links
 from skein.topology.fleet import Fleet
@@ -49,7 +52,8 @@ class KnownProblem:
 
     `problem` has aggregation wherever it is known; `searched` is what a method is given. `names` are unique.
     `boundary_bytes` is what one boundary tensor weighs, None if nobody said; `start` a routing that is known already;
-    `cost_among` tells what the job's aggregation costs among these holders of its stages.
+    `cost_among` tells what the job's aggregation costs among these holders of its stages; `shards` are stages that hold
+    rows of a vocabulary in shards; `settled` says how what the job left open was settled, and rather than what.
     """
 
     problem: Problem
@@ -61,6 +65,8 @@ class KnownProblem:
     memory: Memory | None = None
     start: Routing | None = None
     cost_among: "Callable[[Sequence[Sequence[int]]], Estimate] | None" = None
+    shards: tuple[int, ...] = ()
+    settled: str = ""
 
     @property
     def searched(self) -> Problem:
@@ -123,15 +129,13 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
     """A job on a fleet: stages are cut and held as the balanced planner would, and its paths are a first routing."""
     from client.planning.estimates import estimate_of_holders
     from client.planning.files.fleetfile import parse_fleet_file
-    from skein.plan.balanced import make_balanced_plan, pool_of
+    from skein.plan.balanced import pool_of
     from skein.plan.route.evaluate import ordered
     from skein.plan.route.job_problem import pose
 
     given = parse_fleet_file(text, origin=origin)
-    job, fleet = given.job, given.fleet
-    plan = make_balanced_plan(job, fleet, None, seed=job.seed)
-    if isinstance(plan, Infeasible):
-        raise NoPlan(plan.reason)
+    fleet = given.fleet
+    job, plan, why = _settled(given.job, fleet)
     fleet, unused = _timed(fleet, plan.stages)
     posed = pose(job, fleet, plan, pool_of(job, fleet))
     sites = tuple(str(worker.site) for worker in fleet.workers)
@@ -146,12 +150,36 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
         objective=objective,
         names=tuple(str(worker.worker) for worker in fleet.workers),
         boundary_bytes=max((load.output_bytes for load in posed.loads[:-1]), default=0),
-        remarks=(*_unknown(given.num_unknown_links), *unused, *_walking(job), *_splitting(job)),
+        remarks=(*_unknown(given.num_unknown_links), *unused, *_walking(job)),
         doubts=questioned_links(posed.problem.transfer_s, sites),
         memory=_memory(posed, [worker.profile.memory_bytes for worker in fleet.workers]),
         start=ordered(posed.problem, posed.worker_of, posed.path),
         cost_among=cost_among,
+        shards=tuple(sorted(shard_stages(job.model, plan.stages))),
+        settled="; ".join(map(str, why)),
     )
+
+
+def _settled(job: JobSpec, fleet: Fleet) -> tuple[JobSpec, Plan, Sequence[Clause]]:
+    """The job with nothing left open, a plan of it, and why it is that way.
+
+    Raises:
+        NoPlan: nothing fits.
+    """
+    if is_settled(job):
+        from skein.plan.balanced import make_balanced_plan
+
+        plan = make_balanced_plan(job, fleet, None, seed=job.seed)
+        if isinstance(plan, Infeasible):
+            raise NoPlan(plan.reason)
+        return job, plan, ()
+    # Only here: machine code takes long to load, and searches have to begin before it is known how stages are cut.
+    from skein.plan.searched import settled_for_search
+
+    found = settled_for_search(job, fleet, job.seed)
+    if isinstance(found, Infeasible):
+        raise NoPlan(found.reason)
+    return found.job, found.plan, found.why
 
 
 def _timed(fleet: Fleet, stages: Sequence[StageSpec]) -> tuple[Fleet, tuple[str, ...]]:
@@ -178,15 +206,6 @@ def _walking(job: JobSpec) -> tuple[str, ...]:
     return (
         f"with {rule} the step here has no exchange, see aggregation for that; a coordinator keeps "
         "microbatches within their walker, so its steps may take longer",
-    )
-
-
-def _splitting(job: JobSpec) -> tuple[str, ...]:
-    """Remark where backwards are split: ways are looked for among whole ones."""
-    if not job.plan.splits:
-        return ()
-    return (
-        "backwards count as whole here; a coordinator splits them, and weight gradients wait for idle time",
     )
 
 

@@ -1,13 +1,16 @@
 """A step drawn as SVG: workers down, time across, each microbatch in a colour of its own.
 
 Rules of this file
-- Forwards are light and backwards dark, so the picture reads without colours; a loss has a black frame; wide ops carry
-  their microbatch's number; a pointer over a microbatch's ops shows where it goes.
-- All ops of a microbatch of one kind are one path element: a picture of a thousand ops stays below 150 KB.
+- Forwards are light, backwards and input gradients dark, weight gradients between, so the picture reads without
+  colours; a loss has a black frame, and so, with dashes, has what shards of a vocabulary do; wide ops carry their
+  microbatch's number; a pointer over a microbatch's ops shows where it goes.
+- All ops of a microbatch of one kind are one path element, those of shards another: a picture of a thousand ops stays
+  below 150 KB.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import product
 from xml.sax.saxutils import escape
 
 from client.planning.account import RoutedOp, holders_of, placed_ops
@@ -16,7 +19,9 @@ from skein.plan.route.problem import Problem, Routing, Timeline
 
 _WIDTH = 1200
 _MARGIN = 12
-_TOP, _BOTTOM = 64, 44
+_TOP, _BOTTOM = 68, 44
+_LEGEND = 32
+_SWATCH = 'width="18" height="11"'
 _TALL, _FLAT = 24, 12
 """Pixels of a row: of few workers, of many."""
 _MANY_WORKERS = 40
@@ -26,15 +31,24 @@ _LEAST_NUMBERED = 13
 """Pixels that a microbatch's number needs."""
 _MAX_NUMBERED = 1200
 _GOLDEN_ANGLE = 137.508
+_LIGHT, _BETWEEN, _DARK = 76, 54, 32
+"""Lightness in percent."""
 _STYLE = (
     "text{font:11px sans-serif;fill:#222}.t{font-size:15px;font-weight:bold}.s{fill:#666}.e{text-anchor:end}"
     ".n{font-size:9px;text-anchor:middle}.w{fill:#fff}.x{fill:none;stroke-width:.6;stroke-opacity:.45}"
-    ".l{stroke:#000;stroke-width:1.2}.r{fill:url(#h);stroke:#555;stroke-width:.6}.g{stroke:#ddd}.b{fill:#f4f4f4}"
+    ".l{stroke:#000;stroke-width:1.2}.v{stroke:#000;stroke-width:1.2;stroke-dasharray:3 2}"
+    ".r{fill:url(#h);stroke:#555;stroke-width:.6}.g{stroke:#ddd}.b{fill:#f4f4f4}"
     "g:hover>.x{stroke-opacity:1;stroke-width:1.6}"
 )
 
 
-def gantt_svg(problem: Problem, routing: Routing, timeline: Timeline, names: Sequence[str]) -> str:
+def gantt_svg(
+    problem: Problem,
+    routing: Routing,
+    timeline: Timeline,
+    names: Sequence[str],
+    shards: Collection[int] = (),
+) -> str:
     """An SVG of one step.
 
     Rows are chunks, stage by stage: a worker that holds several has several rows. Thin lines are boundary tensors on
@@ -45,8 +59,9 @@ def gantt_svg(problem: Problem, routing: Routing, timeline: Timeline, names: Seq
         routing: the plan.
         timeline: of that routing.
         names: (num_workers,) what to call the workers; any text.
+        shards: stages that are shards of the vocabulary.
     """
-    sheet = _Sheet(problem, routing, timeline, names)
+    sheet = _Sheet(problem, routing, timeline, names, shards)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_number(sheet.height)}" role="img" '
         'aria-labelledby="title desc">',
@@ -71,14 +86,22 @@ def gantt_svg(problem: Problem, routing: Routing, timeline: Timeline, names: Seq
 class _Sheet:
     """Positions of everything on the page."""
 
-    def __init__(self, problem: Problem, routing: Routing, timeline: Timeline, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        routing: Routing,
+        timeline: Timeline,
+        names: Sequence[str],
+        shards: Collection[int],
+    ) -> None:
         self._problem, self._routing, self._timeline = problem, routing, timeline
+        self._shards = frozenset(shards)
         self._names = [_shortened(name) for name in names]
         self._ops = placed_ops(problem, routing, timeline)
         self._kinds = tuple(kind for kind in OpKind if kind in {op.kind for op in problem.ops})
         self._row_height = _TALL if problem.num_chunks <= _MANY_WORKERS else _FLAT
         longest = max((len(name) for name in self._names), default=0)
-        self._left = _MARGIN + 56 + longest * _PIXELS_PER_SIGN
+        self._left = _MARGIN + 62 + longest * _PIXELS_PER_SIGN
         self._scale = (_WIDTH - _MARGIN - self._left) / (timeline.step_s or 1.0)
         self.height = _TOP + problem.num_chunks * self._row_height + _BOTTOM
 
@@ -97,19 +120,31 @@ class _Sheet:
         )
 
     def legend(self) -> list[str]:
-        """Meaning of the marks, in one line under the title."""
-        _, dark = _colours(0)
-        parts, x = [], float(_MARGIN)
-        for mark, words in (
-            *((_mark(kind, 0), kind.value.replace("_", " and ")) for kind in self._kinds),
-            ('class="r"', "aggregation"),
-        ):
-            parts.append(f'<rect x="{_number(x)}" y="34" width="18" height="11" {mark}/>')
-            parts.append(_text("s", x + 23, 44, words))
-            x += 23 + len(words) * _PIXELS_PER_SIGN + 18
-        parts.append(f'<path class="x" stroke="{dark}" stroke-opacity="1" d="M{_number(x)} 45l18 -10"/>')
-        words = "boundary tensor on its way; one colour for each microbatch"
-        return [*parts, _text("s", x + 23, 44, words)]
+        """Meaning of the marks, under the title."""
+        marks = [
+            *(
+                (f"<rect {_SWATCH} {_mark(kind, 0, is_shard=False)}/>", kind.row.words)
+                for kind in self._kinds
+            ),
+            (f'<rect {_SWATCH} class="r"/>', "aggregation"),
+            (
+                f'<path class="x" stroke="{_colour(0, _DARK)}" stroke-opacity="1" d="M0 10l18 -10"/>',
+                "boundary tensor on its way; one colour for each microbatch",
+            ),
+        ]
+        if self._shards:
+            shown = f"<rect {_SWATCH} {_mark(OpKind.FORWARD, 0, is_shard=True)}/>"
+            marks.insert(len(self._kinds), (shown, "of a shard of the vocabulary"))
+        parts, x, y = [], float(_MARGIN), _LEGEND
+        for mark, words in marks:
+            width = 23 + len(words) * _PIXELS_PER_SIGN
+            if x + width > _WIDTH:
+                x, y = float(_MARGIN), y + 15
+            parts.append(
+                f'<svg x="{_number(x)}" y="{y}" overflow="visible">{mark}{_text("s", 23, 10, words)}</svg>'
+            )
+            x += width + 18
+        return parts
 
     def rows(self) -> list[str]:
         """Names, stages and a tint behind every other stage."""
@@ -158,15 +193,22 @@ class _Sheet:
         return [self._microbatch(number, ops) for number, ops in enumerate(ops_by_microbatch)]
 
     def _microbatch(self, number: int, ops: Sequence[RoutedOp]) -> str:
-        _, dark = _colours(number)
+        dark = _colour(number, _DARK)
         stages = " ".join(str(op.stage) for op in ops if op.kind.row.leaves)
         end_s = float(self._timeline.end_s[number])
         return (
             f"<g><title>microbatch {number}: stages {stages}, back after {end_s:.4g} s</title>"
             f'<path class="x" stroke="{dark}" d="{self._ways(ops)}"/>'
-            + "".join(f'<path {_mark(kind, number)} d="{self._boxes(ops, kind)}"/>' for kind in self._kinds)
+            + "".join(self._marks(number, ops))
             + "</g>"
         )
+
+    def _marks(self, number: int, ops: Sequence[RoutedOp]) -> Iterator[str]:
+        """The ops by kind, and those of shards by themselves."""
+        for kind, is_shard in product(self._kinds, (False, True) if self._shards else (False,)):
+            alike = [op for op in ops if op.kind is kind and (op.stage in self._shards) is is_shard]
+            if alike:
+                yield f'<path {_mark(kind, number, is_shard=is_shard)} d="{self._boxes(alike)}"/>'
 
     def numbers(self) -> list[str]:
         """Microbatch numbers in the ops that have room for them; none where there are too many ops to read."""
@@ -177,7 +219,7 @@ class _Sheet:
 
     def _numbered(self, op: RoutedOp) -> str:
         x = self._x(op.begin_s + op.takes_s / 2)
-        kind = "n w" if _is_dark(op.kind) else "n"
+        kind = "n w" if _tone(op.kind) < _LIGHT else "n"
         return _text(kind, x, self._baseline(op.chunk), str(op.microbatch))
 
     def _ways(self, ops: Sequence[RoutedOp]) -> str:
@@ -196,8 +238,8 @@ class _Sheet:
                 lines.append(f"M{_number(x)} {_number(y)}l{_number(to_x - x)} {_number(to_y - y)}")
         return "".join(lines)
 
-    def _boxes(self, ops: Iterable[RoutedOp], kind: OpKind) -> str:
-        return "".join(self._box(op.chunk, op.begin_s, op.takes_s) for op in ops if op.kind is kind)
+    def _boxes(self, ops: Iterable[RoutedOp]) -> str:
+        return "".join(self._box(op.chunk, op.begin_s, op.takes_s) for op in ops)
 
     def _box(self, chunk: int, begin_s: float, takes_s: float) -> str:
         width, height = _number(takes_s * self._scale), self._row_height - 4
@@ -213,20 +255,24 @@ class _Sheet:
         return self._y(chunk) + self._row_height / 2 + 4
 
 
-def _is_dark(kind: OpKind) -> bool:
-    return kind.row.cost.whole is Cost.BACKWARD
+def _tone(kind: OpKind) -> int:
+    """Lightness of ops of a kind, in percent."""
+    if kind.row.cost is Cost.WEIGHT:
+        return _BETWEEN
+    return _DARK if kind.row.cost.whole is Cost.BACKWARD else _LIGHT
 
 
-def _mark(kind: OpKind, number: int) -> str:
+def _mark(kind: OpKind, number: int, *, is_shard: bool) -> str:
     """Attributes that draw ops of a kind, of the microbatch of this number."""
-    fill = f'fill="{_colours(number)[_is_dark(kind)]}"'
+    fill = f'fill="{_colour(number, _tone(kind))}"'
+    if is_shard:
+        return f'class="v" {fill}'
     return f'class="l" {fill}' if kind.row.is_last else fill
 
 
-def _colours(number: int) -> tuple[str, str]:
-    """A light and a dark tone of one hue; neighbours in number are far apart in hue."""
-    hue = round(number * _GOLDEN_ANGLE) % 360
-    return f"hsl({hue},70%,75%)", f"hsl({hue},65%,32%)"
+def _colour(number: int, tone: int) -> str:
+    """A tone of a microbatch's hue; neighbours in number are far apart in hue."""
+    return f"hsl({round(number * _GOLDEN_ANGLE) % 360},68%,{tone}%)"
 
 
 def _text(kind: str, x: float, y: float, words: str) -> str:

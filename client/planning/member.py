@@ -19,6 +19,7 @@ from client.planning.messages import (
     MethodRefused,
     PlanFound,
     Progressed,
+    Started,
     errand_of,
     line_of,
     plan_found,
@@ -70,7 +71,7 @@ def _searched(
 ) -> Iterator[Message]:
     """Plans, each better than the one before."""
     from client.planning.first import first_plan
-    from skein.plan.route.orders import fitting_orders
+    from skein.plan.route.orders import FIRST_COME, fitting_orders
     from skein.plan.route.search import Search
 
     problem = case.searched
@@ -86,8 +87,12 @@ def _searched(
         yield MethodRefused(reason=begun.reason)
         return
     yield _news(begun, errand.seed)
-    for _, routing in fitting_orders(problem, begun.routing.worker_of, begun.routing.path):
-        search.consider(routing)
+    least_s = {FIRST_COME: begun.jittered_s}
+    for name, routing in fitting_orders(problem, begun.routing.worker_of, begun.routing.path):
+        considered = search.consider(routing)
+        if considered is not None:
+            least_s[name] = min(considered.jittered_s, least_s.get(name, considered.jittered_s))
+    yield Started(orders=tuple(sorted(least_s.items(), key=lambda x: (x[1], x[0]))))
     told_s = begun.jittered_s
     if search.best is not None and search.best.jittered_s < told_s:
         told_s = search.best.jittered_s

@@ -22,6 +22,7 @@ from client.planning.messages import (
     MethodRefused,
     PlanFound,
     Progressed,
+    Started,
     line_of,
     message_of,
 )
@@ -44,6 +45,8 @@ class PortfolioStanding:
     started_s: float = 0.0
     """Seconds that the command took until it had read the case, as its members do at the same time."""
     first_plan_s: float | None = None
+    started: tuple[tuple[str, float], ...] = ()
+    """Orders that the search began with, by name, and their seconds; all members begin with the same."""
     bound: Bounded | None = None
     is_compiling: bool = False
     refused: list[str] = field(default_factory=list)
@@ -70,6 +73,8 @@ class PortfolioStanding:
         match message:
             case PlanFound():
                 return self.portfolio.take(member, message.cost, message)
+            case Started(orders=orders):
+                self.started = self.started or orders
             case Compiling():
                 self.is_compiling = True
             case MethodRefused(reason=reason):

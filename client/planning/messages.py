@@ -82,6 +82,13 @@ class PlanFound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """Orders that a search has begun with, by name: seconds of a step under jitter, the shortest first."""
+
+    orders: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MethodRefused:
     """There is no plan."""
 
@@ -109,9 +116,10 @@ class Bounded:
     parts: tuple[tuple[str, float], ...]
 
 
-Message: TypeAlias = PlanFound | MethodRefused | Compiling | Progressed | Bounded
+Message: TypeAlias = PlanFound | Started | MethodRefused | Compiling | Progressed | Bounded
 _KINDS: dict[str, type[Message | Errand]] = {
-    kind.__name__: kind for kind in (Errand, PlanFound, MethodRefused, Compiling, Progressed, Bounded)
+    kind.__name__: kind
+    for kind in (Errand, PlanFound, Started, MethodRefused, Compiling, Progressed, Bounded)
 }
 
 

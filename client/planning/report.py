@@ -109,6 +109,14 @@ class BoundRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartRow:
+    """An order that the search began with, by its name in docs/schedules.md, and a step of it under jitter."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchEffort:
     """Effort of finding the plan."""
 
@@ -121,7 +129,7 @@ class SearchEffort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All of it."""
+    """All of it. `started` has the shortest first; `settled` says how what the job left open was settled."""
 
     instance: str
     method: str
@@ -141,6 +149,8 @@ class Report:
     aggregation: Estimate | None
     warnings: tuple[str, ...]
     effort: SearchEffort
+    started: tuple[StartRow, ...] = ()
+    settled: str = ""
 
 
 def report(case: KnownProblem, standing: PortfolioStanding, plan: PlanFound, effort: SearchEffort) -> Report:
@@ -174,6 +184,8 @@ def report(case: KnownProblem, standing: PortfolioStanding, plan: PlanFound, eff
             *standing.losses,
         ),
         effort=effort,
+        started=tuple(StartRow(name=name, seconds=seconds) for name, seconds in standing.started),
+        settled=case.settled,
     )
 
 

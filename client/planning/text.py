@@ -8,6 +8,7 @@ from skein.units import format_bytes
 
 _MAX_SUBSETS = 12
 _MAX_LINKS = 8
+_MAX_LOST = 3
 _INDENT = "  "
 
 
@@ -136,6 +137,11 @@ def _links(report: Report) -> Iterator[str]:
 
 def _effort(report: Report) -> Iterator[str]:
     effort = report.effort
+    if report.settled:
+        yield report.settled
+    if report.started:
+        name, *others = (f"{x.name} {in_seconds(x.seconds)}" for x in report.started[: 1 + _MAX_LOST])
+        yield f"began with {name}" + (f", rather than {'; '.join(others)}" if others else "")
     first = "" if effort.first_plan_s is None else f", first plan after {effort.first_plan_s:.2f} s"
     moves = (
         f", {effort.num_moves:,} routings looked at ({effort.moves_per_s:,.0f}/s)" if effort.num_moves else ""

@@ -14,6 +14,8 @@ from coordinator.page.bars import bars_of
 from coordinator.service.tenants import jobs_of, worker_for
 from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import Roster, brief_status, job_status
+from skein.plan.changing.shards import shard_stages
+from skein.plan.ops import OpKind
 from skein.types import JobId
 from skein.wire.identity.names import Caller
 from skein.wire.shown.points import Course, Point, fewer_points
@@ -85,6 +87,7 @@ class Looks:
         """Makes the ops of one step, planned and as measured; takes long, and reads nothing that changes."""
         history = self._driver.machine.view.history.jobs[JobId(job)]
         status, plan = self._status(job), None if history.plan is None else history.plan.plan
+        model = history.spec.model
         latency_s = {pair: link.latency_s for pair, link in self._driver.machine.view.links.items()}
 
         def made() -> Shown:
@@ -96,6 +99,8 @@ class Looks:
             is_measured = any(times.measured is not None for times in status.chunk_times)
             return {
                 "workers": list(plan.workers),
+                "words": {kind.value: kind.row.words for kind in OpKind},
+                "shards": sorted(shard_stages(model, plan.stages)),
                 "planned_s": status.predicted_step_s,
                 "planned": bars_of(plan, planned_ops, planned_ways, latency_s),
                 "measured_s": status.measured_step_s,

@@ -155,7 +155,7 @@ function showStep(step) {
   if (!step.planned && !step.measured) return box.replaceChildren(make("p", step.workers ? "too many ops to draw" : "no plan yet", { class: "note" }));
   const kinds = [["planned", step.planned, step.planned_s], ["measured", step.measured, step.measured_s]].filter(([, bars]) => bars);
   const longest = Math.max(...kinds.map(([, bars, whole]) => Math.max(whole || 0, ...bars.map((bar) => bar[5]))), 1e-9);
-  const row = 16, left = 84, width = 560, gap = 30;
+  const row = 16, left = 84, width = 560, gap = 30, shards = new Set(step.shards);
   const height = kinds.length * (step.workers.length * row + gap);
   const svg = picture(width, height, kinds.map(([name, bars, whole]) => `${name}: ${bars.length} ops of ${step.workers.length} workers in ${seconds(whole)}`).join("; "));
   kinds.forEach(([name, bars, whole], block) => {
@@ -171,14 +171,20 @@ function showStep(step) {
     for (const [worker, kind, stage, microbatch, begin, end] of bars) {
       const scale = (width - left - 4) / longest;
       const mark = draw("rect", {
+        class: `op ${kind}` + (shards.has(stage) ? " shard" : ""),
         x: (left + begin * scale).toFixed(2), y: top + step.workers.indexOf(worker) * row + 1, height: row - 3, rx: 1,
-        width: Math.max(0.4, (end - begin) * scale).toFixed(2), fill: `hsl(${hue(microbatch)},60%,${kind === "forward" ? 68 : kind === "loss" ? 52 : 38}%)`,
+        width: Math.max(0.4, (end - begin) * scale).toFixed(2),
       });
-      mark.append(draw("title", {}, `${kind} of microbatch ${microbatch}, stage ${stage} on ${worker}: ${seconds(begin)} to ${seconds(end)}`));
+      mark.style.setProperty("--hue", hue(microbatch));
+      const what = shards.has(stage) ? "a shard of the vocabulary, stage" : "stage";
+      mark.append(draw("title", {}, `${step.words[kind]} of microbatch ${microbatch}, ${what} ${stage} on ${worker}: ${seconds(begin)} to ${seconds(end)}`));
       svg.append(mark);
     }
   });
-  byId("step-key").textContent = "(light forward, dark backward; a colour for each microbatch; thin: aggregation and decision)";
+  const drawn = new Set(kinds.flatMap(([, bars]) => bars.map((bar) => bar[1])));
+  const keys = Object.entries(step.words).filter(([kind]) => drawn.has(kind));
+  if (shards.size) keys.push(["shard", "of a shard of the vocabulary"]);
+  byId("step-key").replaceChildren(...keys.map(([kind, words]) => make("span", words, { class: `key op ${kind}` })), " (a colour for each microbatch; thin: aggregation and decision)");
   box.replaceChildren(svg);
 }
 

@@ -120,6 +120,7 @@ class OpRow:
 
     Args:
         letter: in plan files and pictures.
+        words: for people.
         is_last: it is done at the last hop of a path (True), or at hops before that (False); None: at any.
         scores: it makes the microbatch's loss.
         is_split: it is done where a backward is split (True), or where it is whole (False); None: at both.
@@ -134,6 +135,7 @@ class OpRow:
     """
 
     letter: str
+    words: str
     is_last: bool | None = False
     scores: bool = False
     is_split: bool | None = None
@@ -179,6 +181,7 @@ class OpKind(StrEnum):
         "forward",
         OpRow(
             letter="F",
+            words="forward",
             takes=Direction.FORWARD,
             gives=Direction.FORWARD,
             leaves=Kept.GRAPH,
@@ -191,6 +194,7 @@ class OpKind(StrEnum):
         "loss",
         OpRow(
             letter="L",
+            words="loss",
             is_last=True,
             scores=True,
             is_split=False,
@@ -205,6 +209,7 @@ class OpKind(StrEnum):
         "backward",
         OpRow(
             letter="B",
+            words="backward",
             is_split=False,
             takes=Direction.BACKWARD,
             gives=Direction.BACKWARD,
@@ -219,6 +224,7 @@ class OpKind(StrEnum):
         "input",
         OpRow(
             letter="I",
+            words="input gradient",
             is_split=True,
             takes=Direction.BACKWARD,
             gives=Direction.BACKWARD,
@@ -232,6 +238,7 @@ class OpKind(StrEnum):
         "weight",
         OpRow(
             letter="W",
+            words="weight gradient",
             is_last=None,
             is_split=True,
             uses=Kept.PENDING,
@@ -246,6 +253,7 @@ class OpKind(StrEnum):
         "loss_input",
         OpRow(
             letter="J",
+            words="loss and input gradient",
             is_last=True,
             scores=True,
             is_split=True,

@@ -9,6 +9,7 @@ Rules of this file
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -87,28 +88,74 @@ def make_searched_plan(
     if is_final:
         return make_balanced_plan(job, fleet, previous, seed)
     held = None if previous is None else Held(plan=previous, steps_left=steps_left)
-    hunts: list[tuple[_Hunt, Plan]] = []
-    refused: list[tuple[JobSpec, Infeasible]] = []
-    for spec in settlings(job, previous):
-        plan = make_balanced_plan(spec, fleet, previous, seed)
-        if isinstance(plan, Infeasible):
-            refused.append((spec, plan))
-            continue
-        pool = pool_of(spec, fleet)
-        hunts.append(
-            (_Hunt(job=spec, fleet=fleet, pool=pool, seed=seed, may_go_on=may_go_on, held=held), plan)
-        )
+    hunts, refused = _hunts(job, fleet, previous, _Draws(seed=seed, may_go_on=may_go_on), held)
     if not hunts:
-        return min((x for _, x in refused), key=lambda x: x.missing_bytes or math.inf)
+        return _nearest(refused)
     if len(hunts) == 1:
         [(hunt, plan)] = hunts
         return _telling(hunt.found(plan, previous), refused)
-    ranked = sorted(((x, x.improved(plan, 0.0)) for x, plan in hunts), key=_weighed_s)
+    ranked = _ranked(hunts)
     close = [x for x in ranked[:_NUM_CLOSE] if _weighed_s(x) <= _CLOSE * _weighed_s(ranked[0])]
     found = [(x, x.sharing(len(close)).found(plan, previous)) for x, plan in close]
     best, plan = min(found, key=_weighed_s)
     others = [x for x in ranked if x[0] is not best]
     return _telling(replace(plan, reason=plan.reason.then(_settled_so(best, others))), refused)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A job that leaves nothing open, a plan of it, and why it is this way: no clause where nothing was open."""
+
+    job: JobSpec
+    plan: Plan
+    why: tuple[Clause, ...] = ()
+
+
+def settled_for_search(job: JobSpec, fleet: Fleet, seed: int) -> Settled | Infeasible:
+    """A job settled in the way whose search begins shortest, with the plan that this begins with."""
+    hunts, refused = _hunts(job, fleet, None, _Draws(seed=seed, may_go_on=always), None)
+    if not hunts:
+        return _nearest(refused)
+    if len(hunts) == 1 and not refused:
+        [(hunt, plan)] = hunts
+        return Settled(job=hunt.job, plan=plan)
+    (best, plan), *others = _ranked(hunts)
+    told = (_settled_so(best, others),) if others else ()
+    return Settled(job=best.job, plan=plan, why=(*told, *_unfit(refused)))
+
+
+class _Draws(NamedTuple):
+    """Seed of all draws, and who may end them."""
+
+    seed: int
+    may_go_on: Callable[[], bool]
+
+
+def _hunts(
+    job: JobSpec, fleet: Fleet, previous: Plan | None, draws: _Draws, held: Held | None
+) -> "tuple[list[tuple[_Hunt, Plan]], list[tuple[JobSpec, Infeasible]]]":
+    """Ways to settle the job, each with a balanced plan; and those that do not fit."""
+    hunts: list[tuple[_Hunt, Plan]] = []
+    refused: list[tuple[JobSpec, Infeasible]] = []
+    for spec in settlings(job, previous):
+        plan = make_balanced_plan(spec, fleet, previous, draws.seed)
+        if isinstance(plan, Infeasible):
+            refused.append((spec, plan))
+            continue
+        pool = pool_of(spec, fleet)
+        hunt = _Hunt(job=spec, fleet=fleet, pool=pool, seed=draws.seed, may_go_on=draws.may_go_on, held=held)
+        hunts.append((hunt, plan))
+    return hunts, refused
+
+
+def _ranked(hunts: "Sequence[tuple[_Hunt, Plan]]") -> "list[tuple[_Hunt, Plan]]":
+    """The ways with what a search of each would begin with, the shortest first."""
+    return sorted(((x, x.improved(plan, 0.0)) for x, plan in hunts), key=_weighed_s)
+
+
+def _nearest(refused: Sequence[tuple[JobSpec, Infeasible]]) -> Infeasible:
+    """The refusal that lacks the fewest bytes."""
+    return min((x for _, x in refused), key=lambda x: x.missing_bytes or math.inf)
 
 
 def _weighed_s(way: "tuple[_Hunt, Plan]") -> float:
@@ -118,12 +165,16 @@ def _weighed_s(way: "tuple[_Hunt, Plan]") -> float:
 
 def _telling(plan: Plan, refused: Sequence[tuple[JobSpec, Infeasible]]) -> Plan:
     """The plan with the ways to settle the job that do not fit, and the first one's reason."""
-    if not refused:
-        return plan
-    (job, first), *others = refused
-    return replace(
-        plan, reason=plan.reason.saying(Clause(f"not {_manner(job)}{and_more(others)}: {first.reason}"))
-    )
+    for clause in _unfit(refused):
+        plan = replace(plan, reason=plan.reason.saying(clause))
+    return plan
+
+
+def _unfit(refused: Sequence[tuple[JobSpec, Infeasible]]) -> Iterator[Clause]:
+    """Clause about the ways that do not fit; none where all do."""
+    if refused:
+        (job, first), *others = refused
+        yield Clause(f"not {_manner(job)}{and_more(others)}: {first.reason}")
 
 
 def _manner(job: JobSpec) -> str:

@@ -8,20 +8,23 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from client.cli import run
 from client.planning.case import case_of
 from client.planning.files.fleetfile import parse_fleet_file
 from client.planning.member import member_messages
 from client.planning.members import PortfolioStanding
-from client.planning.messages import Errand, PlanFound
+from client.planning.messages import Errand, PlanFound, line_of, message_of
 from client.planning.report import Report, SearchEffort, report
 from client.planning.text import report_lines
+from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Plan
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.portfolio import Portfolio, Role
+from skein.plan.searched import make_searched_plan
 from tests.support.instances import instance, matrix
 from tests.support.plan_files import routing_in
 from tests.support.routing_rules import violations
@@ -67,6 +70,39 @@ def reported(text: str, *, seed: int = 0) -> Report:
     best = [message for message in member_messages(text, errand) if isinstance(message, PlanFound)][-1]
     effort = SearchEffort(seconds=1.0, first_plan_s=0.5, num_moves=10, moves_per_s=20.0, num_processes=1)
     return report(case, PortfolioStanding(portfolio=Portfolio(seeds=(0,))), best, effort)
+
+
+def test_what_a_job_leaves_open_is_settled_as_a_coordinator_would_and_the_order_is_named() -> None:
+    deep = FLEET.replace("preset: llama-1m", "shape: {num_hidden_layers: 8}")
+    text = deep.replace("stages: 2, replicas: 2, layout: loop", "stages: 4, chunks: auto").replace(
+        "budget:", "plan: {backward: auto, budget_s: 0.05}\n  budget:"
+    )
+    case = case_of(text, origin="x")
+    document = yaml.safe_load(text)
+    searched = make_searched_plan(
+        JobSpec.model_validate(document["job"]), parse_fleet_file(text, origin="x").fleet, None, 0
+    )
+    assert isinstance(searched, Plan)
+    assert (case.problem.num_stages, case.problem.is_split) == (
+        len(searched.stages),
+        any(path.split for path in searched.paths),
+    )
+    assert "chunk" in case.settled
+    assert case.settled in str(searched.reason)
+    standing = PortfolioStanding(portfolio=Portfolio(seeds=(0,)))
+    errand = Errand(role=Role.PLAN, objective=None, num_rounds=1)
+    for message in member_messages(text, errand):
+        assert message_of(line_of(message)) == message
+        standing.take(0, message)
+    assert standing.best is not None
+    effort = SearchEffort(seconds=1.0, first_plan_s=0.5, num_moves=10, moves_per_s=20.0, num_processes=1)
+    found = report(case, standing, standing.best, effort)
+    assert [x.seconds for x in found.started] == sorted(x.seconds for x in found.started)
+    assert {"gpipe", "zb_h2", "first come, first served"} & {x.name.split(", ")[0] for x in found.started}
+    assert found.parts.jittered_mean_s <= found.started[0].seconds
+    told = list(report_lines(found, all_paths=False))
+    assert f"  {case.settled}" in told
+    assert any(x.startswith(f"  began with {found.started[0].name} ") for x in told)
 
 
 # --- the command ---

@@ -132,3 +132,25 @@ def test_a_hundred_workers_stay_below_the_limit_of_the_documentation() -> None:
     text = gantt_svg(problem, routing, times, names)
     assert len(text.encode()) <= 150_000
     assert len(ElementTree.fromstring(text).findall(f"{SVG}g")) == 150
+
+
+def test_input_and_weight_gradients_and_what_shards_do_are_told_apart() -> None:
+    problem = replace(planned()[0], is_split=True)
+    search = Search(problem, seed=0)
+    search.begin()
+    assert search.best is not None
+    routing = search.best.routing
+    times, names = timeline(problem, routing), [str(i) for i in range(problem.num_workers)]
+    plain, sharded = (gantt_svg(problem, routing, times, names, shards) for shards in ((), (1,)))
+    words = ("input gradient", "weight gradient", "loss")
+    assert all(f">{x}</text>" in text for x in words for text in (plain, sharded))
+    assert "shard of the vocabulary" not in plain
+    assert "of a shard of the vocabulary" in sharded
+    # Forward, loss, input gradient and weight gradient of a microbatch: by tone, and by their frames.
+    first = ElementTree.fromstring(plain).findall(f"{SVG}g")[0].findall(f"{SVG}path")[1:]
+    looks = {(path.get("class"), path.get("fill")) for path in first}
+    assert len(looks) == len(first) == 4
+    of_shards = [x for x in ElementTree.fromstring(sharded).iter(f"{SVG}path") if x.get("class") == "v"]
+    visits = sum(int(problem.stage_of[chunk] == 1) for chunk in routing.path[:, : problem.num_hops].ravel())
+    # A forward, an input op and a weight op at each.
+    assert sum(len(BOX.findall(x.get("d", ""))) for x in of_shards) == 3 * visits

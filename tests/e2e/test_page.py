@@ -18,6 +18,7 @@ MOST_BYTES = 300_000
 NUM_STEPS = 60
 HOSTILE = "<img src=x onerror=document.title=1><script>document.title=1</script>"
 SHOWN = "[...document.querySelectorAll('{} [data-field]')].map((x) => [x.dataset.field, JSON.parse(x.dataset.value)])"
+KEYS = "[...document.querySelectorAll('#step-key .key')].map((x) => x.textContent)"
 PICTURES = (("light", 1180, 900), ("dark", 1180, 900), ("phone", 390, 844))
 
 
@@ -59,6 +60,12 @@ def test_the_page_of_a_run_in_a_browser(
         # Both charts of a step: an op of each microbatch at each stage and direction, twice.
         num_ops = 2 * len(spec_microbatches(spec.batch.samples, spec.batch.microbatch_samples)) * 3
         assert seen.value(drawn.format("step", "rect title")) == num_ops
+        assert seen.value(KEYS) == ["forward", "loss", "backward"]
+        fills = seen.value(
+            "new Set([...document.querySelectorAll('#step rect.op')].map((x) => getComputedStyle(x).fill)).size"
+        )
+        # Two tones of each microbatch's hue.
+        assert fills == 2 * len(spec_microbatches(spec.batch.samples, spec.batch.microbatch_samples))
 
         # Text that a user chose stays text.
         held = client.submit(text_job("held", text, steps=500))
