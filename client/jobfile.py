@@ -149,15 +149,17 @@ def _check_fit(job: JobSpec) -> None:
     size = job.model.vocab_size
     for named, source in job.data.named_sources:
         field = f"{named}.format"
-        if isinstance(source, DigitsSource) and size is not None:
+        if source.is_labelled and size is not None:
             hint = (
-                "images are nothing for a language model: "
+                "samples with labels are nothing for a language model: "
                 "give text, jsonl or tokens, or family: digits_cnn or mlp"
             )
             raise UserError(field, source.format, hint)
-        if not isinstance(source, DigitsSource) and size is None:
-            hint = f"{job.model.family} takes images: give digits, or family: llama"
-            raise UserError(field, source.format, hint)
+        if not source.is_labelled and size is None:
+            takes = f"{job.model.family} takes samples with labels"
+            raise UserError(
+                field, source.format, f"{takes}: give arrays, digits or jsonl with `label`, or family: llama"
+            )
     is_bytes = job.data.has_text and job.data.tokenizer == BYTES
     if is_bytes and size is not None and size < _BYTE_VALUES:
         hint = f"bytes have {_BYTE_VALUES} values, the model's vocab_size is {size}: set it to {_BYTE_VALUES}"

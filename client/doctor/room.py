@@ -12,6 +12,7 @@ import psutil
 from client.doctor.finding import DoctorFinding, doubtful, fine, wrong
 from skein.config.job import (
     BYTES,
+    ArraysSource,
     DigitsSource,
     JobSpec,
     JsonlSource,
@@ -114,7 +115,7 @@ def _source(field: str, source: SourceSpec, roots: Roots) -> DoctorFinding:
             return fine(field, "needs no file")
         case TextSource() | ParquetSource():
             return _readable(f"{field}.path", source.path, (source.glob,), roots)
-        case JsonlSource() | TokenSource():
+        case JsonlSource() | TokenSource() | ArraysSource():
             return _readable(f"{field}.path", source.path, (), roots)
 
 

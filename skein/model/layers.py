@@ -65,6 +65,19 @@ class StageCost:
     output_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledShape:
+    """Shape of a sample that a classifier takes, and how many classes there are."""
+
+    sample: tuple[int, ...]
+    num_classes: int
+
+    @property
+    def num_features(self) -> int:
+        """Numbers of a sample."""
+        return math.prod(self.sample)
+
+
 class AnyModel(Spec):
     """A model as a job asks for it. Each family derives from it; `skein.model.table` lists them."""
 
@@ -99,7 +112,12 @@ class AnyModel(Spec):
     @property
     @abstractmethod
     def vocab_size(self) -> int | None:
-        """Number of tokens that the model knows; None: its samples are images."""
+        """Number of tokens that the model knows; None: it is a classifier."""
+
+    @property
+    def labelled(self) -> LabelledShape | None:
+        """Samples of a classifier; None: they are tokens."""
+        return None
 
     def sample_tokens(self, sequence_tokens: int) -> int:
         """Tokens that a sample counts for, where one of text has `sequence_tokens`."""

@@ -24,8 +24,12 @@ WRONG = {
     "parallel.stages=99": "parallel.stages: 99: the model has 7 layers to cut: give at most 7",
     "parallel.replicas=9": "parallel.replicas: 9: a step has 8 microbatches to share: give at most 8, ",
     "data.sequence_tokens=4096": "data.sequence_tokens: 4096: the model has 2048 positions ",
-    "data.sources=[{format: digits}]": "data.sources[0].format: 'digits': images are nothing for a language model: ",
-    DIGITS: "data.sources[0].format: 'text': digits_cnn takes images: give digits, or family: llama",
+    "data.sources=[{format: digits}]": "data.sources[0].format: 'digits': "
+    "samples with labels are nothing for a language model: ",
+    DIGITS: "data.sources[0].format: 'text': digits_cnn takes samples with labels: "
+    "give arrays, digits or jsonl with `label`, or family: llama",
+    "data.sources=[{format: jsonl, path: a, label: y}]": "data.sources[0].format: 'jsonl': "
+    "samples with labels are nothing for a language model: ",
     "model={family: llama, shape: {vocab_size: 100}}": "data.tokenizer: 'bytes': bytes have 256 values, "
     "the model's vocab_size is 100: set it to 256",
     "model={family: llama, shape: {hidden_size: 30, num_attention_heads: 4, head_dim: 8}}": "model.shape."
@@ -57,6 +61,8 @@ def test_gossip_that_would_diverge_is_settled_before_it_is_sent() -> None:
 def test_images_for_a_classifier_are_accepted() -> None:
     images = "data.sources=[{format: digits}]"
     assert good(DIGITS, images).model.family == "digits_cnn"
+    arrays = "data.sources=[{format: arrays, path: x.npz}, {format: jsonl, path: y, field: x, label: y}]"
+    assert good(DIGITS, arrays).data.sources[0].format == "arrays"
     regression = "model={family: mlp, widths: []}"
     assert good(regression, images, "parallel.stages=1").model.family == "mlp"
     with pytest.raises(

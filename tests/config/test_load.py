@@ -38,8 +38,10 @@ RATE = "give a number above 0 and at most 10"
 BETA = "give a number of at least 0 and below 1"
 BETAS = "give a list of 2, each a number of at least 0 and below 1"
 NAME = "give text: 1 to 63 lower-case letters, digits and inner hyphens"
-FORMATS = "give a mapping whose format is digits, jsonl, parquet, text or tokens"
-SOURCES = "give a list of 1 to 64, each a mapping whose format is digits, jsonl, parquet, text or tokens"
+FORMATS = "give a mapping whose format is arrays, digits, jsonl, parquet, text or tokens"
+SOURCES = (
+    "give a list of 1 to 64, each a mapping whose format is arrays, digits, jsonl, parquet, text or tokens"
+)
 LABEL = "give KEY=VALUE, each of up to 64 letters, digits, dots, dashes and underscores, as in gpu=h100"
 SYNTAX = "check indentation, colons, brackets and quotes there"
 
@@ -120,9 +122,10 @@ WRONG_VALUES = {
     "data.sources=/books": f"data.sources: '/books': {SOURCES}",
     "data.sources=[]": f"data.sources: []: {SOURCES}",
     "data.sources=[/books]": f"data.sources[0]: '/books': {FORMATS}",
-    "data.sources=[{path: /books}]": "data.sources[0].format: missing: give digits, jsonl, parquet, text or tokens",
+    "data.sources=[{path: /books}]": "data.sources[0].format: missing: "
+    "give arrays, digits, jsonl, parquet, text or tokens",
     "data.sources[0].format=txt": "data.sources[0].format: 'txt': "
-    "give digits, jsonl, parquet, text or tokens; did you mean text?",
+    "give arrays, digits, jsonl, parquet, text or tokens; did you mean text?",
     "data.sources=[{format: text}]": "data.sources[0].path: missing: give text",
     "data.sources[0].weight=0": "data.sources[0].weight: 0: give a number above 0",
     "data.sources[0].pth=/x": "data.sources[0].pth: '/x': no such key: did you mean path? "

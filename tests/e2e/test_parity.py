@@ -4,11 +4,13 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from bench.cluster import Cluster
 from bench.reference import ReferenceStep, run_reference
 from skein.config.job import (
+    ArraysSource,
     BatchSpec,
     BudgetSpec,
     CheckpointSpec,
@@ -312,18 +314,29 @@ def test_balance_losses_count_alike_where_stages_are_left_out(eight: Cluster, te
     check(train(eight, job), run_skipping(job, NUM_STEPS, ways), TOLERANCES[Precision.FP64])
 
 
+def arrays_beside(text: Path) -> ArraysSource:
+    """300 rows of 20 numbers in three classes, where workers may read."""
+    generator = np.random.default_rng(5)
+    x = generator.normal(size=(300, 4, 5))
+    path = text.with_name("rows.npz")
+    np.savez(path, x=x, y=(x.sum(axis=(1, 2)) > 0) + 1 * (x[:, 0, 0] > 1))
+    return ArraysSource(format="arrays", path=str(path))
+
+
 @pytest.mark.parametrize(
     ("name", "model", "num_stages"),
     [
         ("cnn", DigitsCnnModel(family="digits_cnn", channels=8, num_blocks=2), 2),
         ("mlp", MlpModel(family="mlp", widths=(24, 16)), 2),
         ("softmax", MlpModel(family="mlp", widths=()), 1),
+        ("arrays", MlpModel(family="mlp", widths=(24, 16), num_features=20, num_classes=3), 2),
     ],
 )
-def test_a_model_of_images_trains_like_one_torch_process(
-    cluster: Cluster, name: str, model: ModelSpec, num_stages: int
+def test_a_classifier_trains_like_one_torch_process(
+    cluster: Cluster, text: Path, name: str, model: ModelSpec, num_stages: int
 ) -> None:
-    data = DataSpec(sources=(DigitsSource(format="digits"),))
+    source = arrays_beside(text) if name == "arrays" else DigitsSource(format="digits")
+    data = DataSpec(sources=(source,))
     parallel = ParallelSpec(stages=num_stages, replicas=2)
     job = make_job(f"digits-{name}", model, data, parallel, Precision.FP64)
     check(train(cluster, job), run_reference(job, NUM_STEPS), TOLERANCES[Precision.FP64])

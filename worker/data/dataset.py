@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skein.config.job import (
+    ArraysSource,
     BatchSpec,
     DataSpec,
     DigitsSource,
@@ -20,24 +21,24 @@ from skein.config.job import (
 )
 from skein.data.selection import Pick, Selection
 from skein.data.separator import Separator
-from skein.errors import UserError
-from skein.model.layers import AnyModel
+from skein.errors import LocalError, UserError
+from skein.model.layers import AnyModel, LabelledShape
 from skein.storage.roots import EVERYTHING, Roots
 from worker.data.cache import TokenCache
-from worker.data.digits import Digits, open_digits
+from worker.data.labelled import LabelledSamples, open_labelled
 from worker.data.samples import Integers, SampleWindows
 from worker.data.text import SourceOpening, open_source, open_tokens
 from worker.data.tokenizer import load_tokenizer
 
 NO_CACHE = TokenCache(None)
 
-Samples = SampleWindows | Digits
+Samples = SampleWindows | LabelledSamples
 """The samples of one source, `0 <= sample < num_samples`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Samples side by side: tokens (B, T) int64 or images (B, 1, 8, 8) float32; labels (B, T) or (B,) int64.
+    """Samples side by side: tokens (B, T) int64 or numbers (B, ...) float32; labels (B, T) or (B,) int64.
 
     A label of -100 does not count.
     """
@@ -57,7 +58,7 @@ class Dataset:
     separator: Separator | None = None
     """Separator that ends every document; None where the data are no text."""
     sample_tokens: int = 1
-    """Tokens of a sample; an image counts as one."""
+    """Tokens of a sample; one with a label counts as one."""
 
     @property
     def shown(self) -> str:
@@ -115,12 +116,13 @@ def open_dataset(
             field, its value and what would be right.
         OSError: there is no room for tokens.
     """
-    size, tokenizer = model.vocab_size, None
-    if size is None:
+    size, tokenizer, shape = model.vocab_size, None, model.labelled
+    if shape is not None:
         sources: tuple[Samples, ...] = tuple(
-            _open_image(source, field) for field, source in data.named_sources
+            _open_labelled(source, shape, field, roots) for field, source in data.named_sources
         )
     else:
+        assert size is not None, "a model without classes has a vocabulary"
         if data.has_text:
             tokenizer = load_tokenizer(data.tokenizer, vocab_size=size, separator=data.separator, roots=roots)
         opening = SourceOpening(
@@ -152,26 +154,30 @@ def open_dataset(
 
 
 def _open_tokens(source: SourceSpec, opening: SourceOpening, field: str) -> Samples:
+    if source.is_labelled:
+        hint = (
+            "are samples with labels, and a language model reads text: "
+            "use text, jsonl or tokens, or family: digits_cnn or mlp"
+        )
+        raise UserError(f"{field}.format", source.format, hint)
     match source:
         case TextSource() | JsonlSource() | ParquetSource():
             return open_source(source, opening, field=field)
         case TokenSource():
             return open_tokens(source, opening, field=field)
-        case DigitsSource():
-            hint = (
-                "are images, and a language model reads text: "
-                "use text, jsonl or tokens, or family: digits_cnn or mlp"
-            )
-            raise UserError(f"{field}.format", source.format, hint)
+        case DigitsSource() | ArraysSource():
+            raise LocalError(f"{source.format} is labelled")
         case _:
             assert_never(source)
 
 
-def _open_image(source: SourceSpec, field: str) -> Samples:
-    if not isinstance(source, DigitsSource):
-        hint = "is text, and the model reads images: use format: digits, or family: llama"
+def _open_labelled(source: SourceSpec, shape: LabelledShape, field: str, roots: Roots) -> Samples:
+    if not source.is_labelled:
+        hint = "is text, and the model reads samples with labels: "
+        hint += "use arrays, digits or jsonl with `label`, or family: llama"
         raise UserError(f"{field}.format", source.format, hint)
-    return open_digits(field=field)
+    assert isinstance(source, ArraysSource | DigitsSource | JsonlSource)
+    return open_labelled(source, shape, field=field, roots=roots)
 
 
 def _fingerprint(sources: Sequence[Samples], selection: Selection) -> str:

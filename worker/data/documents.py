@@ -3,7 +3,7 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, cast
@@ -42,12 +42,22 @@ def lines_of_json(files: Iterable[DataFile], key: str, field: str) -> Iterator[D
     Raises:
         UserError: a line is no object with text there.
     """
+    for where, found in objects_of_json(files, field):
+        yield Document(where=where, pieces=(_text_of(found, key, where, field),))
+
+
+def objects_of_json(files: Iterable[DataFile], field: str) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """The object of each line, and where it was found, for people.
+
+    Raises:
+        UserError: a line is no object.
+    """
     for file in files:
         with _opened(file, field) as lines:
             for number, line in enumerate(_lines(lines, file, field), start=1):
                 if line.strip():
                     where = f"{file.place} line {number}"
-                    yield Document(where=where, pieces=(_text_of(line, key, where, field),))
+                    yield where, _object(line, where, field)
 
 
 def rows_of_parquet(files: Sequence[DataFile], key: str, field: str) -> Iterator[Document]:
@@ -129,7 +139,7 @@ def _lines(content: BinaryIO, file: DataFile, field: str) -> Iterator[bytes]:
         yield line
 
 
-def _text_of(line: bytes, key: str, where: str, field: str) -> bytes:
+def _object(line: bytes, where: str, field: str) -> Mapping[str, object]:
     try:
         value: object = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
@@ -138,13 +148,29 @@ def _text_of(line: bytes, key: str, where: str, field: str) -> bytes:
             f"{field}.path", where, f"is not JSON ({reason}): every line must be one JSON object"
         ) from error
     if not isinstance(value, dict):
-        raise UserError(f"{field}.path", where, f"is not an object: write it as {{{json.dumps(key)}: ...}}")
-    if key not in value:
-        found = ", ".join(map(json.dumps, sorted(value)[:8])) or "none"
-        raise UserError(
-            f"{field}.field", key, f"{where} has no such field (it has: {found}): name the one with the text"
-        )
-    text = value[key]
+        raise UserError(f"{field}.path", where, 'is not an object: write it as {"key": ...}')
+    return value
+
+
+def value_of(found: Mapping[str, object], key: str, where: str, field: str, *, wanted: str) -> object:
+    """Value of an object under `key`.
+
+    Args:
+        field: in the job file, of the key.
+        wanted: words for people.
+
+    Raises:
+        UserError: it has nothing there.
+    """
+    if key not in found:
+        names = ", ".join(map(json.dumps, sorted(found)[:8])) or "none"
+        hint = f"{where} has no such field (it has: {names}): name the one with the {wanted}"
+        raise UserError(field, key, hint)
+    return found[key]
+
+
+def _text_of(found: Mapping[str, object], key: str, where: str, field: str) -> bytes:
+    text = value_of(found, key, where, f"{field}.field", wanted="text")
     if not isinstance(text, str):
         raise UserError(
             f"{field}.field", key, f"{where} has no text there but {type(text).__name__}: name one with text"

@@ -22,7 +22,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class MlpStage(Stage):
-    """Layers: one per hidden width, the head. Images are (B, 1, 8, 8), labels (B,)."""
+    """Layers: one per hidden width, the head. Samples are (B, ...) with F numbers each, labels (B,)."""
 
     def __init__(self, model: MlpModel, stage: StageSpec, *, precision: Precision) -> None:
         products = [*model.products()]

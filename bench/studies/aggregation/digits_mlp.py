@@ -28,10 +28,9 @@ class Split:
 
 def split(seed: int, *, num_held_out: int = _NUM_HELD_OUT) -> Split:
     """scikit-learn's digits in an order that the seed draws, the first of them held out."""
-    digits = open_digits(field="digits")
-    order = rng.stream(seed, "digits").permutation(digits.num_samples)
-    images = torch.from_numpy(digits.images.reshape(digits.num_samples, -1)[order])
-    classes = torch.from_numpy(digits.labels[order])
+    pixels, labels = open_digits(field="digits")
+    order = rng.stream(seed, "digits").permutation(len(labels))
+    images, classes = torch.from_numpy(pixels[order]), torch.from_numpy(labels[order])
     return Split(
         trained=(images[num_held_out:], classes[num_held_out:]),
         held_out=(images[:num_held_out], classes[:num_held_out]),

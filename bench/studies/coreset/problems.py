@@ -44,10 +44,9 @@ def digits(seed: int) -> Problem:
     Raises:
         UnfitError: scikit-learn is not installed.
     """
-    found = open_digits(field="digits")
-    order = rng.stream(seed, "digits").permutation(found.num_samples)
-    x = found.images.reshape(found.num_samples, -1)[order].astype(np.float64)
-    return _split(x, found.labels[order], _NUM_DIGITS_HELD_OUT)
+    images, labels = open_digits(field="digits")
+    order = rng.stream(seed, "digits").permutation(len(labels))
+    return _split(images[order].astype(np.float64), labels[order], _NUM_DIGITS_HELD_OUT)
 
 
 def covers(seed: int) -> Problem:

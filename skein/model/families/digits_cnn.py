@@ -8,6 +8,7 @@ from pydantic import Field
 from skein.model.layers import (
     LABEL_BYTES,
     AnyModel,
+    LabelledShape,
     LayerSpec,
     Shapes,
     num_elements,
@@ -29,6 +30,10 @@ class DigitsCnnModel(AnyModel):
     @property
     def vocab_size(self) -> None:
         return None
+
+    @property
+    def labelled(self) -> LabelledShape:
+        return LabelledShape(sample=(1, DIGITS_PIXELS, DIGITS_PIXELS), num_classes=DIGITS_CLASSES)
 
     def sample_tokens(self, sequence_tokens: int) -> int:
         """An image counts as one token."""

@@ -1,4 +1,4 @@
-"""Linear layers one after the other, for scikit-learn's digits; softmax regression where none is hidden."""
+"""Linear layers one after the other, a classifier; softmax regression where none is hidden."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from skein.model.families.digits_cnn import DIGITS_CLASSES, DIGITS_PIXELS
-from skein.model.layers import LABEL_BYTES, AnyModel, LayerSpec, Shapes, num_elements
+from skein.model.layers import LABEL_BYTES, AnyModel, LabelledShape, LayerSpec, Shapes, num_elements
 from skein.types import Precision
 
 Activation = Literal["relu", "tanh", "gelu"]
@@ -16,7 +16,7 @@ _Width = Annotated[int, Field(ge=1, le=65_536)]
 
 
 class MlpModel(AnyModel):
-    """A classifier of linear layers with biases for 8 x 8 grey images in 10 classes (scikit-learn's digits)."""
+    """A classifier of linear layers with biases, by default of the 8 x 8 images of scikit-learn's digits."""
 
     has_split_backward: ClassVar[bool] = True
 
@@ -25,18 +25,25 @@ class MlpModel(AnyModel):
     """Features of each hidden layer, first to last; [] makes softmax regression, which cannot be cut."""
     activation: Activation = "relu"
     """Between two layers."""
+    num_features: _Width = DIGITS_PIXELS**2
+    """Numbers of a sample, whatever its shape."""
+    num_classes: Annotated[int, Field(ge=2, le=65_536)] = DIGITS_CLASSES
 
     @property
     def vocab_size(self) -> None:
         return None
 
+    @property
+    def labelled(self) -> LabelledShape:
+        return LabelledShape(sample=(self.num_features,), num_classes=self.num_classes)
+
     def sample_tokens(self, sequence_tokens: int) -> int:
-        """An image counts as one token."""
+        """A sample counts as one token."""
         return 1
 
     def products(self) -> Iterator[tuple[int, int]]:
         """Features that each layer takes and gives, the head's last."""
-        return pairwise((DIGITS_PIXELS**2, *self.widths, DIGITS_CLASSES))
+        return pairwise((self.num_features, *self.widths, self.num_classes))
 
     def layer_parameters(self) -> tuple[Shapes, ...]:
         names = (*(f"layers.{i}" for i in range(len(self.widths))), "classifier")
