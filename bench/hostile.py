@@ -22,15 +22,9 @@ from bench.hostility.messages import MALLORY
 from bench.report import Figure, Row, finish
 from client.api import Client
 from coordinator.records.store import LOCK_FILE
-from skein.config.job import (
-    BatchSpec,
-    BudgetSpec,
-    CheckpointSpec,
-    DataSpec,
-    DigitsSource,
-    JobSpec,
-    ParallelSpec,
-)
+from skein.config.data.sources import DigitsSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import BatchSpec, BudgetSpec, CheckpointSpec, JobSpec, ParallelSpec
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.wire.credentials import NO_CREDENTIALS, Credentials, Wallet
 from skein.wire.identity.authority import Authority

@@ -22,16 +22,9 @@ from statistics import median
 
 from bench.cluster import Cluster, running
 from bench.report import Row, finish, spread
-from skein.config.job import (
-    BatchSpec,
-    BudgetSpec,
-    CheckpointSpec,
-    DataSpec,
-    EvaluationSpec,
-    JobSpec,
-    ParallelSpec,
-    TextSource,
-)
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import BatchSpec, BudgetSpec, CheckpointSpec, EvaluationSpec, JobSpec, ParallelSpec
 from skein.model.families.llama import LlamaModel
 from skein.types import JobState
 from skein.wire.views import StepFinished

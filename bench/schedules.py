@@ -16,16 +16,9 @@ from itertools import permutations, product
 from typing import Literal
 
 from bench.report import Row, finish
-from skein.config.job import (
-    AUTO_CHUNKS,
-    BatchSpec,
-    BudgetSpec,
-    DataSpec,
-    JobSpec,
-    ParallelSpec,
-    PlanSpec,
-    TextSource,
-)
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import AUTO_CHUNKS, BatchSpec, BudgetSpec, JobSpec, ParallelSpec, PlanSpec
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.cut import cut
 from skein.plan.load import StageLoad, stage_loads

@@ -18,16 +18,9 @@ from statistics import fmean, median
 
 from bench.cluster import running
 from bench.report import Row, finish, spread
-from skein.config.job import (
-    BatchSpec,
-    BudgetSpec,
-    CheckpointSpec,
-    DataSpec,
-    EvaluationSpec,
-    JobSpec,
-    ParallelSpec,
-    TextSource,
-)
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import BatchSpec, BudgetSpec, CheckpointSpec, EvaluationSpec, JobSpec, ParallelSpec
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.types import JobState

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from skein.config.job import BYTES, DataSpec
+from skein.config.data.spec import BYTES, DataSpec
 from skein.data.separator import separator_of, separator_of_bytes
 
 

@@ -10,13 +10,9 @@ from pathlib import Path
 
 from client.documents import end_of_documents
 from client.given import STANDARD_INPUT, read_text
-from skein.config.job import (
-    BYTES,
-    DataSpec,
-    DigitsSource,
-    JobSpec,
-    SourceSpec,
-)
+from skein.config.data.sources import DigitsSource, SourceSpec
+from skein.config.data.spec import BYTES, DataSpec
+from skein.config.job import JobSpec
 from skein.config.load import parse_job
 from skein.config.location import cure_of_path, parse_location, parse_offered
 from skein.errors import UserError

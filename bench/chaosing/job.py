@@ -2,16 +2,16 @@
 
 import sysconfig
 
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
 from skein.config.job import (
     BatchSpec,
     BudgetSpec,
     CheckpointSpec,
-    DataSpec,
     EvaluationSpec,
     JobSpec,
     ParallelSpec,
     PlanSpec,
-    TextSource,
 )
 from skein.config.optimizer import AdamWSpec
 from skein.model.families.llama import LlamaModel, LlamaShape

@@ -5,17 +5,17 @@ from typing import Literal
 
 import numpy as np
 
+from skein.config.data.sources import TokenSource
+from skein.config.data.spec import DataSpec
 from skein.config.job import (
     BatchSpec,
     BudgetSpec,
     CheckpointSpec,
-    DataSpec,
     EvaluationSpec,
     JobSpec,
     ParallelSpec,
     PlanSpec,
     SkipSpec,
-    TokenSource,
 )
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.types import Layout

@@ -12,7 +12,9 @@ from bench.chaosing.job import make_job
 from bench.recovering.cluster import POLL_S, RecoveryCluster, commits_of, wait_for_steps
 from bench.report import Row
 from client.api import Client
-from skein.config.job import BackupSpec, DataSpec, JobSpec, JsonlSource
+from skein.config.data.sources import JsonlSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import BackupSpec, JobSpec
 from skein.model.families.llama import LlamaModel, LlamaShape
 
 NUM_WORKERS = 2

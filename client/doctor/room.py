@@ -10,17 +10,17 @@ from pathlib import Path
 import psutil
 
 from client.doctor.finding import DoctorFinding, doubtful, fine, wrong
-from skein.config.job import (
-    BYTES,
+from skein.config.data.sources import (
     ArraysSource,
     DigitsSource,
-    JobSpec,
     JsonlSource,
     ParquetSource,
     SourceSpec,
     TextSource,
     TokenSource,
 )
+from skein.config.data.spec import BYTES
+from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.storage.roots import Roots
 from skein.units import format_bytes

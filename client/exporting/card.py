@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import skein
-from skein.config.job import DigitsSource, JobSpec, SourceSpec
+from skein.config.data.sources import DigitsSource, SourceSpec
+from skein.config.job import JobSpec
 from skein.model.parameters import num_parameters
 from skein.wire.extra import ManifestReply
 from skein.wire.views import JobStatus

@@ -14,6 +14,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from skein.config.aggregation import AggregationSpec, AllReduce
 from skein.config.checks import ChecksSpec
+from skein.config.data.sources import DigitsSource
+from skein.config.data.spec import BYTES, DataSpec
 from skein.config.explain import Words
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec
 from skein.config.resources import ResourcesSpec
@@ -24,9 +26,6 @@ from skein.model.table import ModelSpec
 from skein.spec import Spec
 from skein.types import Layout, Precision
 
-BYTES = "bytes"
-"""The tokenizer that needs no file: a token is a byte."""
-
 Name = Annotated[
     str,
     Field(
@@ -34,152 +33,6 @@ Name = Annotated[
         description="1 to 63 lower-case letters, digits and inner hyphens",
     ),
 ]
-
-
-class _Source(Spec):
-    """Questions to the origin of samples, with their usual answers."""
-
-    @property
-    def is_text(self) -> bool:
-        """Whether a tokenizer makes its samples."""
-        return False
-
-    @property
-    def is_labelled(self) -> bool:
-        """Whether its samples are numbers with a class each, for classifiers."""
-        return False
-
-
-class _WholeText(_Source):
-    @property
-    def is_text(self) -> bool:
-        return True
-
-
-class TextSource(_WholeText):
-    """Text files: one file, or a folder with a glob; every file is one document.
-
-    `path`, as of all sources, is `data://NAME`, or a way below it, of what workers offer with `--data NAME=PATH`; or a
-    path on the workers, where these and the coordinator take one.
-    """
-
-    format: Literal["text"] = "text"
-    path: str
-    glob: str = "**/*.txt"
-    weight: Annotated[float, Field(gt=0)] = 1.0
-
-
-class JsonlSource(_Source):
-    """JSON objects, one per line; the text is under `field`, or for classifiers a list of numbers."""
-
-    format: Literal["jsonl"]
-    path: str
-    field: str = "text"
-    label: str | None = None
-    """Key of the class, a whole number from 0 on, for classifiers; null: `field` is text."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-
-    @property
-    def is_text(self) -> bool:
-        return self.label is None
-
-    @property
-    def is_labelled(self) -> bool:
-        return self.label is not None
-
-
-class ArraysSource(_Source):
-    """An `.npz` file with numbers `x` (N, ...) and classes `y` (N,), whole numbers from 0 on; kept in memory."""
-
-    format: Literal["arrays"]
-    path: str
-    weight: Annotated[float, Field(gt=0)] = 1.0
-
-    @property
-    def is_labelled(self) -> bool:
-        return True
-
-
-class TokenSource(_Source):
-    """A flat little-endian array of token ids, memory-mapped."""
-
-    format: Literal["tokens"]
-    path: str
-    dtype: Literal["uint8", "uint16", "uint32", "int32"] = "uint16"
-    weight: Annotated[float, Field(gt=0)] = 1.0
-
-
-class ParquetSource(_WholeText):
-    """Parquet files: one file, or a folder with a glob; every row is one document, its text in the column `field`."""
-
-    format: Literal["parquet"]
-    path: str
-    glob: str = "**/*.parquet"
-    field: str = "text"
-    weight: Annotated[float, Field(gt=0)] = 1.0
-
-
-class DigitsSource(_Source):
-    """scikit-learn's bundled digits: 1,797 grey images of 8 x 8."""
-
-    format: Literal["digits"]
-    weight: Annotated[float, Field(gt=0)] = 1.0
-
-    @property
-    def is_labelled(self) -> bool:
-        return True
-
-
-SourceSpec = Annotated[
-    TextSource | JsonlSource | ParquetSource | TokenSource | DigitsSource | ArraysSource,
-    Field(discriminator="format"),
-]
-HELD_OUT_RATIO = 0.02
-"""Share of the samples that validates where a job says nothing about it."""
-
-
-class DataSpec(Spec):
-    """Sources that samples come from, read by the workers that hold the first stage."""
-
-    sources: Annotated[tuple[SourceSpec, ...], Field(min_length=1, max_length=64)]
-    tokenizer: str = BYTES
-    """`bytes` (256 byte values), or a `tokenizers` JSON file, named as the path of a source is."""
-    separator: Annotated[str, Field(max_length=64)] | None = None
-    """The token that ends every document, by name, or "" for none; null: the tokenizer's own, NUL for `bytes`."""
-    sequence_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 256
-    validation: Annotated[tuple[SourceSpec, ...], Field(max_length=64)] = ()
-    """Sources to validate on. If there are any, nothing of `sources` is held out."""
-    validation_ratio: Annotated[float, Field(ge=0, le=0.5)] | None = None
-    """Share of `sources` that is held out to validate on; null: 0.02, or nothing if `validation` has sources."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "DataSpec":
-        if self.validation and self.validation_ratio:
-            hint = "sources of their own validate, so nothing is held out: leave one of the two away"
-            raise UserError("validation_ratio", self.validation_ratio, hint)
-        if self.separator is not None and not self.has_text:
-            hint = "no source is text, and token ids have their separators already: leave it away"
-            raise UserError("separator", self.separator, hint)
-        return self
-
-    @property
-    def has_text(self) -> bool:
-        """Whether a tokenizer is needed."""
-        return any(source.is_text for _, source in self.named_sources)
-
-    @property
-    def held_out_ratio(self) -> float:
-        """Share of `sources` that validates."""
-        if self.validation_ratio is not None:
-            return self.validation_ratio
-        return 0.0 if self.validation else HELD_OUT_RATIO
-
-    @property
-    def named_sources(self) -> tuple[tuple[str, SourceSpec], ...]:
-        """All sources with their fields, those that validate last."""
-        training = ((f"data.sources[{index}]", source) for index, source in enumerate(self.sources))
-        others = ((f"data.validation[{index}]", source) for index, source in enumerate(self.validation))
-        return (*training, *others)
 
 
 class BatchSpec(Spec):

@@ -12,16 +12,9 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
-from skein.config.job import (
-    BatchSpec,
-    BudgetSpec,
-    CheckpointSpec,
-    DataSpec,
-    EvaluationSpec,
-    JobSpec,
-    ParallelSpec,
-    TextSource,
-)
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import BatchSpec, BudgetSpec, CheckpointSpec, EvaluationSpec, JobSpec, ParallelSpec
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.protocol.worker.worker_io import WorkerEvent
 from skein.sim.faults import draw_faults, schedule_faults

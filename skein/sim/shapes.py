@@ -5,17 +5,17 @@ from fractions import Fraction
 
 from skein.config.aggregation import AllReduce
 from skein.config.checks import ChecksSpec
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
 from skein.config.job import (
     BatchSpec,
     BudgetSpec,
     CheckpointSpec,
-    DataSpec,
     EvaluationSpec,
     JobSpec,
     ParallelSpec,
     PlanSpec,
     SkipSpec,
-    TextSource,
 )
 from skein.config.optimizer import AdamWSpec
 from skein.config.rule import PatternName

@@ -8,7 +8,8 @@ import pytest
 from client.documents import end_of_documents
 from client.jobfile import prepare_job, read_job, read_job_text
 from skein.config.aggregation import Gossip
-from skein.config.job import JobSpec, JsonlSource, TextSource, TokenSource
+from skein.config.data.sources import JsonlSource, TextSource, TokenSource
+from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.decoder import decoder_shape
 from skein.model.families.llama import LlamaModel

@@ -3,7 +3,9 @@
 import pytest
 
 from skein.config.aggregation import Gossip
-from skein.config.job import MOST_STEPS, BudgetSpec, DataSpec, DigitsSource, JobSpec, with_steps
+from skein.config.data.sources import DigitsSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import MOST_STEPS, BudgetSpec, JobSpec, with_steps
 from skein.config.optimizer import AdamWSpec
 from skein.errors import UserError
 from skein.model.families.digits_cnn import DigitsCnnModel

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from skein.config.job import JobSpec, TextSource
+from skein.config.data.sources import TextSource
+from skein.config.job import JobSpec
 from skein.config.load import (
     MAX_CHARACTERS,
     JobFileErrors,

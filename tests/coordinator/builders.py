@@ -13,7 +13,9 @@ from coordinator.records.journal import Journal
 from coordinator.streams import Stream
 from coordinator.telling.metrics import CoordinatorMetrics
 from skein import PROTOCOL_VERSION
-from skein.config.job import BatchSpec, BudgetSpec, DataSpec, DigitsSource, JobSpec, ParallelSpec
+from skein.config.data.sources import DigitsSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import BatchSpec, BudgetSpec, JobSpec, ParallelSpec
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Plan

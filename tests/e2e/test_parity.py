@@ -9,19 +9,17 @@ import pytest
 
 from bench.cluster import Cluster
 from bench.reference import ReferenceStep, run_reference
+from skein.config.data.sources import ArraysSource, DigitsSource, TextSource
+from skein.config.data.spec import DataSpec
 from skein.config.job import (
-    ArraysSource,
     BatchSpec,
     BudgetSpec,
     CheckpointSpec,
-    DataSpec,
-    DigitsSource,
     EvaluationSpec,
     JobSpec,
     ParallelSpec,
     PlanSpec,
     SkipSpec,
-    TextSource,
 )
 from skein.config.optimizer import AdamWSpec
 from skein.model.families.digits_cnn import DigitsCnnModel

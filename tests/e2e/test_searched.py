@@ -8,7 +8,9 @@ import pytest
 from bench.cluster import START_S, Cluster
 from client.cli import run
 from coordinator.records.store import LogHeld, RunLog
-from skein.config.job import DataSpec, JobSpec, ParallelSpec, PlanSpec, SkipSpec, TextSource
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import JobSpec, ParallelSpec, PlanSpec, SkipSpec
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.plan import Plan
 from skein.protocol.log.records import PlanAdopted

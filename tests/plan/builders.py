@@ -4,16 +4,9 @@ from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from skein.config.job import (
-    BatchSpec,
-    BudgetSpec,
-    DataSpec,
-    JobSpec,
-    ParallelSpec,
-    PlanSpec,
-    SkipSpec,
-    TextSource,
-)
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import BatchSpec, BudgetSpec, JobSpec, ParallelSpec, PlanSpec, SkipSpec
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.load import stage_loads

@@ -1,15 +1,15 @@
 """Small jobs for machines and simulated worlds."""
 
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
 from skein.config.job import (
     BatchSpec,
     BudgetSpec,
     CheckpointSpec,
-    DataSpec,
     EvaluationSpec,
     JobSpec,
     ParallelSpec,
     SkipSpec,
-    TextSource,
 )
 from skein.config.optimizer import AdamWSpec
 from skein.model.families.llama import LlamaModel, LlamaShape

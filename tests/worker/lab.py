@@ -9,16 +9,9 @@ from pathlib import Path as FilePath
 
 import torch
 
-from skein.config.job import (
-    BatchSpec,
-    BudgetSpec,
-    DataSpec,
-    DigitsSource,
-    EvaluationSpec,
-    JobSpec,
-    ParallelSpec,
-    TextSource,
-)
+from skein.config.data.sources import DigitsSource, TextSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import BatchSpec, BudgetSpec, EvaluationSpec, JobSpec, ParallelSpec
 from skein.config.optimizer import AdamWSpec
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape

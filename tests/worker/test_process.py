@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from skein import PROTOCOL_VERSION
-from skein.config.job import CheckpointSpec, DataSpec, JobSpec, TextSource
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import CheckpointSpec, JobSpec
 from skein.errors import UserError
 from skein.plan.plan import Path as Hops
 from skein.protocol.messages.directives import (

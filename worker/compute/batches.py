@@ -120,7 +120,9 @@ def _begun(read: Callable[[], Batch]) -> Future[Batch]:
 def evaluation_positions(job: JobSpec, microbatch: MicrobatchId) -> range:
     """Validation positions of one evaluation microbatch; the last one may be short.
 
-    >>> from skein.config.job import BudgetSpec, DataSpec, DigitsSource, EvaluationSpec
+    >>> from skein.config.data.sources import DigitsSource
+    >>> from skein.config.data.spec import DataSpec
+    >>> from skein.config.job import BudgetSpec, EvaluationSpec
     >>> from skein.model.families.digits_cnn import DigitsCnnModel
     >>> job = JobSpec(name="j", model=DigitsCnnModel(family="digits_cnn"), budget=BudgetSpec(steps=1),
     ...               data=DataSpec(sources=(DigitsSource(format="digits"),)), evaluation=EvaluationSpec(samples=6))

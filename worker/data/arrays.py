@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from skein.config.job import ArraysSource
+from skein.config.data.sources import ArraysSource
 from skein.errors import UnfitError, UserError
 from skein.storage.outside import call_moved
 from skein.storage.roots import Roots

@@ -8,10 +8,8 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from skein.config.job import (
+from skein.config.data.sources import (
     ArraysSource,
-    BatchSpec,
-    DataSpec,
     DigitsSource,
     JsonlSource,
     ParquetSource,
@@ -19,6 +17,8 @@ from skein.config.job import (
     TextSource,
     TokenSource,
 )
+from skein.config.data.spec import DataSpec
+from skein.config.job import BatchSpec
 from skein.data.selection import Pick, Selection
 from skein.data.separator import Separator
 from skein.errors import LocalError, UserError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from skein.config.job import ArraysSource, DigitsSource, JsonlSource
+from skein.config.data.sources import ArraysSource, DigitsSource, JsonlSource
 from skein.errors import UserError
 from skein.model.layers import LabelledShape
 from skein.storage.outside import call_moved

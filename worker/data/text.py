@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from skein.config.job import JsonlSource, ParquetSource, TextSource, TokenSource
+from skein.config.data.sources import JsonlSource, ParquetSource, TextSource, TokenSource
 from skein.errors import UnfitError, UserError
 from skein.storage.outside import call_moved
 from skein.storage.roots import Roots

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from skein.config.job import BYTES
+from skein.config.data.spec import BYTES
 from skein.data.separator import Separator, separator_of, separator_of_bytes
 from skein.errors import UnfitError, UserError
 from skein.own import install_hint

@@ -17,7 +17,9 @@ from bench.report import Row, spread
 from bench.studies.aggregation.measured import Measured, banded
 from bench.studies.plot import Chart
 from skein.config.aggregation import DiLoCo
-from skein.config.job import BatchSpec, DataSpec, TextSource
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import BatchSpec
 from skein.config.optimizer import AdamWSpec
 from skein.config.rule import Wire
 from skein.config.schedule import learning_rate

@@ -7,16 +7,9 @@ from bench.cluster import running
 from bench.report import Row
 from bench.studies.aggregation.measured import Measured
 from skein.config.aggregation import DiLoCo
-from skein.config.job import (
-    BatchSpec,
-    BudgetSpec,
-    CheckpointSpec,
-    DataSpec,
-    EvaluationSpec,
-    JobSpec,
-    ParallelSpec,
-    TextSource,
-)
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import BatchSpec, BudgetSpec, CheckpointSpec, EvaluationSpec, JobSpec, ParallelSpec
 from skein.errors import UserError
 from skein.model.families.llama import LlamaModel, LlamaShape
 

@@ -24,16 +24,16 @@ from client.lab.start import LabOptions, RunningLab, start_lab, stop_lab, wait_f
 from client.lab.state import LabFolder
 from client.local import NotStarted
 from skein.config.aggregation import AggregationSpec
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
 from skein.config.job import (
     BatchSpec,
     BudgetSpec,
     CheckpointSpec,
-    DataSpec,
     EvaluationSpec,
     JobSpec,
     ParallelSpec,
     PlanSpec,
-    TextSource,
 )
 from skein.config.optimizer import OptimizerSpec
 from skein.errors import UserError

@@ -35,16 +35,16 @@ from bench.studies.convergence.curves import (
 )
 from bench.studies.convergence.pictures import draw
 from bench.studies.convergence.skipping import MAX_JUMP, SkippingTraining, Stages, even_paths
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
 from skein.config.job import (
     BatchSpec,
     BudgetSpec,
     CheckpointSpec,
-    DataSpec,
     EvaluationSpec,
     JobSpec,
     ParallelSpec,
     SkipSpec,
-    TextSource,
 )
 from skein.config.optimizer import AdamWSpec
 from skein.errors import UserError

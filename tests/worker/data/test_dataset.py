@@ -6,15 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skein.config.job import (
-    BatchSpec,
-    DataSpec,
-    DigitsSource,
-    JsonlSource,
-    SourceSpec,
-    TextSource,
-    TokenSource,
-)
+from skein.config.data.sources import DigitsSource, JsonlSource, SourceSpec, TextSource, TokenSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import BatchSpec
 from skein.data.cursor import positions_of
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape

@@ -10,7 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from skein.config.job import DataSpec, JsonlSource, ParquetSource, SourceSpec, TextSource
+from skein.config.data.sources import JsonlSource, ParquetSource, SourceSpec, TextSource
+from skein.config.data.spec import DataSpec
 from skein.errors import UserError
 from skein.model.families.llama import LlamaModel, LlamaShape
 from worker.data import Dataset, open_dataset

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skein.config.job import ArraysSource, BatchSpec, DataSpec, JsonlSource, SourceSpec
+from skein.config.data.sources import ArraysSource, JsonlSource, SourceSpec
+from skein.config.data.spec import DataSpec
+from skein.config.job import BatchSpec
 from skein.data.cursor import positions_of
 from skein.errors import UserError
 from skein.model.families.digits_cnn import DigitsCnnModel

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from skein.config.job import JobSpec, TextSource
+from skein.config.data.sources import TextSource
+from skein.config.job import JobSpec
 from skein.errors import UnfitError
 from skein.protocol.messages.tensors import Phase
 from skein.storage.outside import Outside

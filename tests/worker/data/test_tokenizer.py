@@ -9,7 +9,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from skein.config.job import DataSpec, TextSource
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
 from skein.errors import UserError
 from skein.model.families.llama import LlamaModel, LlamaShape
 from worker.data import open_dataset
