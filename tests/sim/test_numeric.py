@@ -25,6 +25,7 @@ SHAPES = (
     "line 4x1",
     "line 2x3 ring",
     "line 2x2 tied rows auto",
+    "line 2x2 tied rows output",
     "line 2x2 chunks 2",
     "loop 2x2 tied chunks 2",
 )

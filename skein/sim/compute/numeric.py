@@ -8,15 +8,17 @@ Shapes: B samples of a microbatch, D features.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skein import rng
 from skein.config.job import JobSpec
+from skein.model.layers import LayerSpec
 from skein.model.reduced import names_by_group
 from skein.numeric.sketch import SKETCH_LENGTH
 from skein.plan.plan import Group
@@ -68,23 +70,13 @@ class NumericModel:
         layers = job.layers
         self.num_layers = len(layers)
         self.is_tied = bool(layers[-1].num_tied_parameters)
-        self._inner = job.model.inner_layers
         self._seed = job.seed
-        self.layers = [(self.name(layer),) for layer in range(self.num_layers)]
-        """Names of each layer's parameters."""
-
-    def name(self, layer: int) -> str:
-        """The parameter of a layer."""
-        num_inputs = self._inner.start
-        # Where the vocabulary is cut, its blocks begin the list and end it.
-        block = layer if layer < num_inputs else layer - (self.num_layers - num_inputs)
-        if not self.is_tied or block < 0:
-            return f"layer{layer}"
-        return _TIED if num_inputs == 1 else f"{_TIED}{block}"
+        self.layers = _named(layers, job.model.inner_layers.start)
+        """Names of each layer's parameters, whose sum it computes with."""
 
     def names(self, stage: StageSpec) -> tuple[str, ...]:
         """Parameters of a stage, each once."""
-        return tuple(dict.fromkeys(self.name(layer) for layer in range(stage.first, stage.stop)))
+        return tuple(dict.fromkeys(chain.from_iterable(self.layers[stage.first : stage.stop])))
 
     def drawn(self, name: str) -> F64:
         """A parameter as the seed draws it."""
@@ -116,6 +108,19 @@ class NumericModel:
             return dy_BD @ theta.T, x_BD.T @ dy_BD
         inner_BD = dy_BD * (1 - np.tanh(x_BD @ theta) ** 2)
         return dy_BD + inner_BD @ theta.T, x_BD.T @ inner_BD
+
+
+def _named(layers: Sequence[LayerSpec], num_inputs: int) -> list[tuple[str, ...]]:
+    """Names of each layer's parameters: tied blocks end the list, and are in the layers that begin it, or in one."""
+    blocks = [layer for layer, x in enumerate(layers) if x.num_tied_parameters]
+    tied = [_TIED if len(blocks) == 1 else f"{_TIED}{block}" for block in range(len(blocks))]
+    names: list[tuple[str, ...]] = [(f"layer{layer}",) for layer in range(len(layers))]
+    for layer, name in zip(blocks, tied, strict=True):
+        names[layer] = (name,)
+    each = len(blocks) // num_inputs
+    for layer in range(num_inputs if blocks else 0):
+        names[layer] = tuple(tied[layer * each : (layer + 1) * each])
+    return names
 
 
 _Gradients = list[tuple[str, F64]]
@@ -227,8 +232,11 @@ class NumericExecutor(SimExecutor, ABC):
 
     def _layers(self, stage: StageIndex) -> list[tuple[int, F64]]:
         """Layers of a stage that is here and their parameters, in order."""
-        spec, params = self.chunks[stage].stage, self._params[stage]
-        return [(layer, params[self._model.name(layer)]) for layer in range(spec.first, spec.stop)]
+        spec, params, names = self.chunks[stage].stage, self._params[stage], self._model.layers
+        return [
+            (layer, reduce(np.add, (params[name] for name in names[layer])))
+            for layer in range(spec.first, spec.stop)
+        ]
 
     def _through(self, stage: StageIndex, x_BD: F64) -> list[F64]:
         """The input of each layer, and the output of the last."""
@@ -258,7 +266,7 @@ class NumericExecutor(SimExecutor, ABC):
         inputs, gradients = self._through(stage, x_BD), _Gradients()
         for (layer, theta), before_BD in reversed(list(zip(self._layers(stage), inputs, strict=False))):
             dy_BD, gradient = self._model.backward(layer, theta, before_BD, dy_BD)
-            gradients.append((self._model.name(layer), gradient))
+            gradients += [(name, gradient) for name in self._model.layers[layer]]
         self._give_on(op, dy_BD)
         return gradients
 
