@@ -3,7 +3,8 @@
     skein bench sweep [--only WHAT ...] [--turns 40]
 
 WHAT is `equal` (fused rows beside separate runs, 40 steps), `apart` (a row at a rate that blows up,
-the others beside lone runs) or `speed` (against the best loop: a model and a fused optimizer of torch for each trial).
+the others beside lone runs), `speed` (against the best loop: a model and a fused optimizer of torch for each trial) or
+`search` (Hyperband over rows of arrays beside the same one by one, and beside chance for as much work).
 Speeds are of one thread's CPU time, both ways in turns; the ratio is the median of the turns'. The control is no
 option. Ends with one JSON line; exit code 1 if a goal is missed.
 """
@@ -21,142 +22,33 @@ from torch import Tensor
 
 from bench.reference import torch_optimizer
 from bench.report import Row, finish, spread
-from skein import rng
-from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
-from skein.config.schedule import learning_rate
-from skein.model.families.digits_cnn import DigitsCnnModel
-from skein.model.families.llama import LlamaModel, LlamaShape
-from skein.model.families.mlp import MlpModel
-from skein.model.layers import AnyModel
-from skein.numeric.optim.optimizers import optimizer_of
-from skein.numeric.walker import Walker
-from skein.protocol.rounds.weighing import clip_of
-from skein.types import Precision, StageIndex, StageSpec
+from bench.sweeping.search import search_rows
+from bench.sweeping.trials import (
+    CNN,
+    DECODER,
+    LARGE,
+    MLP,
+    NUM_STEPS,
+    OPTIMIZERS,
+    Case,
+    Separate,
+    settings_of,
+    together,
+)
+from skein.config.optimizer import AdamWSpec
+from skein.types import Precision
 from worker.model.base import parameter_dtype
-from worker.model.stage import Stage, build_stage
+from worker.model.stage import Stage
 from worker.sweep.array import RowArray, RowSettings
 from worker.sweep.choosing import MIN_SPEEDUP, choose_pass
 from worker.sweep.passes import PassKind
 
-NUM_STEPS = 40
 EQUAL_LOSS, EQUAL_PARAMETER, HEALTHY_LOSS = 1e-10, 1e-7, 1e-12
 """Most that may differ in float64: losses and parameters beside separate runs, losses beside a row that blew up."""
 EQUAL_LOSS_FP32 = 1e-3
 NUM_WARM = 4
 """Turns at the start that are not counted."""
-_TOKENS = 16
-_SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A model and the samples of its batch."""
-
-    what: str
-    model: AnyModel
-    num_samples: int
-
-    def stage(self, seed: int, precision: Precision) -> Stage:
-        """The whole model, as the seed draws it."""
-        num_layers = len(self.model.layer_parameters())
-        return build_stage(
-            self.model,
-            StageSpec(index=StageIndex(0), first=0, stop=num_layers),
-            sequence_tokens=_TOKENS,
-            seed=seed,
-            precision=precision,
-            device=torch.device("cpu"),
-        )
-
-    def batch(self, seed: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Inputs and labels that one row's seed draws for a step."""
-        drawn = rng.stream(seed, "samples", step)
-        if self.model.vocab_size is not None:
-            size = (2, self.num_samples, _TOKENS)
-            tokens, labels = torch.from_numpy(drawn.integers(self.model.vocab_size, size=size))
-            return tokens, labels
-        images = torch.from_numpy(drawn.standard_normal((self.num_samples, 1, 8, 8))).to(dtype)
-        return images, torch.from_numpy(drawn.integers(10, size=self.num_samples))
-
-
-MLP = Case(
-    what="MLP 64-128-128-10, batch 32", model=MlpModel(family="mlp", widths=(128, 128)), num_samples=32
-)
-CNN = Case(
-    what="digits_cnn, 8 channels, batch 16",
-    model=DigitsCnnModel(family="digits_cnn", channels=8),
-    num_samples=16,
-)
-DECODER = Case(
-    what="decoder of width 32, 16 tokens, batch 16",
-    model=LlamaModel(shape=LlamaShape.model_validate(_SHAPE)),
-    num_samples=16,
-)
-LARGE = Case(
-    what="MLP 64-784-512-512-10, batch 128",
-    model=MlpModel(family="mlp", widths=(784, 512, 512)),
-    num_samples=128,
-)
-OPTIMIZERS: tuple[OptimizerSpec, ...] = (AdamWSpec(), SgdSpec(name="sgd"), LambSpec(name="lamb"))
 GOALS = ((MLP, 8, 1.6), (MLP, 16, 2.0), (CNN, 8, 1.5), (DECODER, 8, 1.5))
-
-
-def settings_of(spec: OptimizerSpec, row: int) -> RowSettings:
-    """Rate, decay, schedule, warm-up and clip of one row: no two alike."""
-    changes: dict[str, object] = {
-        "learning_rate": 1e-2 / (row + 1),
-        "weight_decay": 0.05 * row,
-        "schedule": ("cosine", "linear", "constant")[row % 3],
-        "warmup_steps": 3 * row,
-        "final_learning_rate_ratio": 0.1 * row,
-        "clip_norm": (None, 1.0, 0.3)[row % 3],
-    }
-    return RowSettings(optimizer=spec.model_copy(update=changes), num_steps=NUM_STEPS + 10 * row)
-
-
-class Separate:
-    """A trial on its own: one model, its optimizer, its clip."""
-
-    def __init__(self, stage: Stage, settings: RowSettings) -> None:
-        self._stage = stage
-        self._settings = settings
-        self._optimizer = optimizer_of(settings.optimizer)
-        params = {name: x.detach() for name, x in stage.named_parameters()}
-        self._walker = Walker(params=params, state=self._optimizer.init(params))
-
-    def step(self, inputs: Tensor, labels: Tensor) -> float:
-        """Make one step; gives its mean loss."""
-        self._stage.zero_grad(set_to_none=True)
-        loss, num_valid = self._stage.loss(inputs, labels)
-        torch.autograd.backward(loss)
-        grads = {name: x.grad for name, x in self._stage.named_parameters() if x.grad is not None}
-        norm = float(torch.stack([x.norm() for x in grads.values()]).norm()) / num_valid
-        spec, at = self._settings.optimizer, self._walker.num_updates
-        self._optimizer.update(
-            self._walker,
-            grads,
-            learning_rate=learning_rate(spec, at, self._settings.num_steps),
-            gradient_scale=clip_of(norm, spec.clip_norm) / num_valid,
-        )
-        return float(loss.detach()) / num_valid
-
-    def distance(self, row: Walker) -> float:
-        """Most by which a parameter differs from a row's."""
-        mine = self._walker.params
-        return max(float((row.params[name] - param).abs().max()) for name, param in mine.items())
-
-
-def together(case: Case, seeds: Sequence[int], step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A batch for each row, by its own seed."""
-    drawn = [case.batch(seed, step, dtype) for seed in seeds]
-    return torch.stack([x for x, _ in drawn]), torch.stack([y for _, y in drawn])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +65,7 @@ def furthest(
     rows: Sequence[int],
     *,
     precision: Precision = Precision.FP64,
+    num_steps: int = NUM_STEPS,
 ) -> Furthest:
     """Train an array, and these of its rows as trials of their own beside it."""
     seeds, dtype = range(len(settings)), parameter_dtype(precision)
@@ -180,7 +73,7 @@ def furthest(
     array = RowArray.of(stages, settings, PassKind.FUSED)
     alone = {row: Separate(stages[row], settings[row]) for row in rows}
     loss = 0.0
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         inputs, labels = together(case, seeds, step, dtype)
         found = array.step([(inputs, labels)])
         for row, run in alone.items():
@@ -303,6 +196,7 @@ def main() -> int:
         "equal": lambda _turns: equal_rows(),
         "apart": lambda _turns: apart_rows(),
         "speed": speed_rows,
+        "search": lambda _turns: search_rows(),
     }
     parser = argparse.ArgumentParser(prog="skein bench sweep", description=main.__doc__)
     parser.add_argument("--only", nargs="+", choices=parts, help="compare these parts alone")

@@ -86,6 +86,17 @@ class RowBuffer:
             num_updates=[walker.num_updates for walker in walkers],
         )
 
+    @classmethod
+    def joined(cls, parts: "Sequence[RowBuffer]") -> Self:
+        """Copies of the rows of buffers of one layout, one after another."""
+        first = parts[0]
+        return cls(
+            layout=first.layout,
+            params=torch.cat([part.params for part in parts]),
+            state={slot: torch.cat([part.state[slot] for part in parts]) for slot in first.state},
+            num_updates=[count for part in parts for count in part.num_updates],
+        )
+
     def __len__(self) -> int:
         return len(self.num_updates)
 

@@ -87,6 +87,17 @@ class RowArray:
         part.frozen = {place: self.frozen[r] for place, r in enumerate(rows) if r in self.frozen}
         return part
 
+    @classmethod
+    def joined(cls, parts: "Sequence[RowArray]", kind: PassKind) -> "RowArray":
+        """An array of copies of the rows of several, one after another."""
+        settings = [x for part in parts for x in part.settings]
+        whole = cls.over(parts[0].stage, RowBuffer.joined([part.rows for part in parts]), settings, kind)
+        ahead = 0
+        for part in parts:
+            whole.frozen |= {ahead + row: reason for row, reason in part.frozen.items()}
+            ahead += len(part.rows)
+        return whole
+
     def step(self, batches: Batches) -> tuple[RowStep, ...]:
         """Make one step of every row that is not frozen; each is at the step that its count of updates says."""
         losses, counts = self._sum_up(batches)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.sweep import CNN, DECODER, MLP, OPTIMIZERS, Case, settings_of, together
+from bench.sweeping.trials import CNN, DECODER, MLP, OPTIMIZERS, Case, settings_of, together
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
 from skein.types import Precision
 from worker.model.base import IGNORED_LABEL
@@ -109,6 +109,22 @@ def test_a_frozen_row_stays_as_it_was_when_it_left() -> None:
     assert array.rows.num_updates == [2, 0, 2, 2]
     assert torch.equal(array.rows.params[1], before)
     assert array.taken([0, 1], PassKind.FUSED).frozen == {1: array.frozen[1]}
+
+
+def test_arrays_are_joined_with_their_rows_as_they_were() -> None:
+    settings = all_settings(AdamWSpec())
+    whole = array_of(MLP, settings)
+    whole.rows.params[1, 0] = math.inf
+    run(whole, MLP, [*range(NUM_ROWS)], range(2))
+    parts = [whole.taken(rows, PassKind.FUSED) for rows in ((3, 1), (0, 2))]
+    joined = RowArray.joined(parts, PassKind.FUSED)
+    assert joined.settings == tuple(settings[row] for row in (3, 1, 0, 2))
+    assert joined.frozen == {1: whole.frozen[1]}
+    assert joined.rows.num_updates == [2, 0, 2, 2]
+    expected = run(whole, MLP, [*range(NUM_ROWS)], range(2, 4))
+    for step, found in enumerate(run(joined, MLP, [3, 1, 0, 2], range(2, 4))):
+        for place, row in enumerate((3, 1, 0, 2)):
+            assert found[place].loss == pytest.approx(expected[step][row].loss, rel=1e-12, nan_ok=True)
 
 
 def test_microbatches_make_the_step_of_their_batch() -> None:

@@ -6,7 +6,7 @@ from itertools import chain, repeat
 import pytest
 import torch
 
-from bench.sweep import MLP, settings_of, together
+from bench.sweeping.trials import MLP, settings_of, together
 from skein.config.optimizer import AdamWSpec
 from skein.numeric.rows import RowBuffer
 from skein.types import Precision
