@@ -29,7 +29,7 @@ from tests.worker.holders import JOB, Keeper, holding, keeping, prefetch_of, sna
 from tests.worker.lab import CPU, Lab, tiny_job
 from worker.chunks import fetched
 from worker.chunks.build import Builder
-from worker.compute.state import state_sizes
+from worker.compute.state import STEP, state_sizes
 from worker.service import PeerService
 from worker.transport.fetching import gather
 
@@ -321,12 +321,14 @@ async def test_a_forgotten_job_leaves_nothing(lab: Lab) -> None:
 
 
 class Counting(PeerService):
-    """Counts the states that it gives whole."""
+    """Counts the states that it gives, and knows which tensors of each were asked for."""
 
     num_states = 0
+    asked: tuple[frozenset[str], ...] = ()
 
     async def FetchState(self, request: peer_pb2.FetchStateRequest, context: Context) -> Parts:
         self.num_states += request.kind != IS_RESULT
+        self.asked = (*self.asked, frozenset(request.names))
         async for part in super().FetchState(request, context):
             yield part
 
@@ -349,8 +351,9 @@ async def build(
     peer: str | None = None,
     *,
     was_averaged: bool = False,
+    num_stages: int = 1,
 ) -> Built | BuildFailed:
-    """Build the lab's first stage on `keeper`."""
+    """Build the lab's first stages on `keeper`."""
     builder = Builder(
         keeper.member.worker,
         executor=keeper.executor,
@@ -366,7 +369,10 @@ async def build(
         peer=None if peer is None else WorkerId(peer),
         was_averaged=was_averaged,
     )
-    chunk = ChunkAssignment(stage=lab.arrangement.stages[0], slots=1, source=source, evaluation_paths=())
+    chunks = tuple(
+        ChunkAssignment(stage=stage, slots=1, source=source, evaluation_paths=())
+        for stage in lab.arrangement.stages[:num_stages]
+    )
     assign = Assign(
         epoch=Epoch(1),
         generation=Generation(2),
@@ -374,7 +380,7 @@ async def build(
         job_spec=lab.job.canonical_json(),
         version=Step(version),
         num_paths=1,
-        chunks=(chunk,),
+        chunks=chunks,
         schedule=Schedule(worker=keeper.member.worker, ops=()),
         origins=(),
         num_evaluation_paths=0,
@@ -453,3 +459,21 @@ async def test_a_holder_goes_back_to_its_own_snapshot(lab: Lab) -> None:
         assert isinstance(await build(holders[0], lab, SourceKind.KEEP, 1, []), Built)
         after = built_state(holders[0])
         assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+async def test_what_is_tied_travels_once_to_whoever_gets_both_ends(text: Path, labs: list[Lab]) -> None:
+    lab = Lab(tiny_job(text), num_holders=1)
+    labs.append(lab)
+    lab.step(0)
+    async with holding(lab, kinds=(Counting,)) as [giver], keeping("w9") as newcomer:
+        built = await build(newcomer, lab, SourceKind.PEER, 1, [giver], peer="w00", num_stages=2)
+        assert isinstance(built, Built), built
+        first, last = (state_sizes(lab.job, stage) for stage in lab.arrangement.stages)
+        tied = {x for x in first.keys() & last.keys() if x != STEP}
+        assert len(tied) == 3
+        assert isinstance(giver.service, Counting)
+        assert giver.service.asked == (frozenset(first), frozenset(last) - tied)
+        assert_is_chunk(built_state(newcomer), lab)
+        assert newcomer.compute.holding is not None
+        other = newcomer.compute.holding.chunks[StageIndex(1)].copy_state()
+        assert all(torch.equal(x, other[name]) for name, x in lab.chunk(1).copy_state().items())

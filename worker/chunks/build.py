@@ -7,7 +7,7 @@ Rules of this file
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ from worker.compute.averages import Side, averaged_state, names_wanted
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
 from worker.compute.holding import Holding
-from worker.compute.state import saved_names, state_names
+from worker.compute.state import STEP, saved_names, state_names
 from worker.data.dataset import Dataset
 from worker.data.opening import Datasets
 from worker.executor import Executor, one_line
@@ -220,10 +220,9 @@ class Builder:
                 case _:
                     assert manifest is not None
                     saved = await self._saved(assign, job, manifest)
-        chunks = {
-            wanted.stage.index: await self._chunk(assign, wanted, job, search, saved)
-            for wanted in assign.chunks
-        }
+        chunks: dict[StageIndex, Chunk] = {}
+        for wanted in assign.chunks:
+            chunks[wanted.stage.index] = await self._chunk(assign, wanted, job, search, saved, chunks)
         num_walkers = max(1, assign.num_evaluation_paths)
         # Stage 0 is the first hop of every path, so this is the order in which batches are wanted.
         begin = [x for x in assign.schedule.ops if x.stage == 0 and x.kind.row.takes is Direction.FORWARD]
@@ -263,6 +262,7 @@ class Builder:
         job: JobSpec,
         search: _Search,
         saved: Mapping[int, _Saved],
+        built: Mapping[StageIndex, Chunk],
     ) -> Chunk:
         source = wanted.source
         draw = partial(Chunk.drawn, job, wanted.stage, version=source.version, device=self._device)
@@ -275,7 +275,7 @@ class Builder:
                 case StatePlace.CHECKPOINT:
                     look.found = saved[wanted.walker]
                 case _:
-                    look.found = await self._found(assign.job, job, wanted, look)
+                    look.found = await self._found(assign.job, job, wanted, look, built)
         first = search.parts[0].found
         if isinstance(first, Chunk):
             return first
@@ -301,7 +301,12 @@ class Builder:
             chunk.begin_as_newcomer()
 
     async def _found(
-        self, job_id: JobId, job: JobSpec, wanted: ChunkAssignment, look: StateLook[_Found]
+        self,
+        job_id: JobId,
+        job: JobSpec,
+        wanted: ChunkAssignment,
+        look: StateLook[_Found],
+        built: Mapping[StageIndex, Chunk],
     ) -> _Found | None:
         """State that a place has: the chunk itself, or all tensors that are wanted of it."""
         stage, index, version = look.stage, look.stage.index, look.version
@@ -319,8 +324,10 @@ class Builder:
             case StatePlace.FOLLOWED:
                 return await self._copies.caught_up(job_id, stage, version, look.peers)
             case _:
-                state = await self._donors.fetch_state(look.peers[0], job_id, index, version, names)
-                return {name: to_torch(tensor) for name, tensor in state.items()}
+                here = await self._on_torch(partial(_state_of, built.values(), names - {STEP}))
+                away = names - here.keys()
+                state = await self._donors.fetch_state(look.peers[0], job_id, index, version, away)
+                return here | {name: to_torch(tensor) for name, tensor in state.items()}
 
     async def _begin(self, assign: Assign, job: JobSpec, chunk: Chunk) -> None:
         """Begin with the parameters that the job says, if it says any."""
@@ -366,6 +373,11 @@ class Builder:
 
     async def _on_torch(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._executor.call(function))
+
+
+def _state_of(chunks: Iterable[Chunk], names: Collection[str]) -> dict[str, Tensor]:
+    """Tensors called `names` that chunks have, as they are: what is tied need not travel twice."""
+    return {name: x for chunk in chunks for name, x in chunk.state().items() if name in names}
 
 
 def _held_for(names: Iterable[str], manifest: ManifestReply) -> frozenset[str]:
