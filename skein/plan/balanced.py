@@ -43,6 +43,7 @@ from skein.plan.cut import cut_job, cut_under_memory
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import (
     StageLoad,
+    moved_bytes,
     slots_within,
     spared_bytes,
     split_stages,
@@ -424,7 +425,8 @@ def _reasons(
         before = {plan.chunk for plan in previous.chunks}
         moved = sorted(chunk for chunk in slots if chunk not in before)
         if moved:
-            state = format_bytes(sum(loads[chunk.stage].state_bytes for chunk in moved))
+            own = moved_bytes(loads, job.parallel.layout)
+            state = format_bytes(sum(own[chunk.stage] for chunk in moved))
             what = f"{state} of state: stage {moved[0].stage} to {moved[0].worker}{and_more(moved[1:])}"
             yield Clause(what, About.MOVES)
 

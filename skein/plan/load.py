@@ -11,10 +11,11 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, pending_bytes, stage_cost, tied_sizes
 from skein.topology.links import F64
-from skein.types import StageIndex, StageSpec
+from skein.types import Layout, StageIndex, StageSpec
 
 _COPIES = 5
 """Copies of each parameter: itself, gradient, reduced gradient (an attempt leaves the gradient alone), two moments."""
+_STATE_COPIES = 3
 _SHARED_COPIES = 4
 """Copies that tied stages of one worker have together: each sums gradients of its own (docs/adr/0018)."""
 
@@ -39,8 +40,8 @@ class StageLoad:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that move if the chunk moves: parameters and two moments."""
-        return 3 * self.parameter_bytes
+        """Bytes that move if the chunk moves alone: parameters and two moments."""
+        return _STATE_COPIES * self.parameter_bytes
 
     @property
     def flops(self) -> int:
@@ -69,6 +70,14 @@ def spared_bytes(loads: Sequence[StageLoad]) -> dict[tuple[int, int], int]:
         for (one, held), (other, beside) in combinations(tied, 2)
         if (shared := held.keys() & beside.keys())
     }
+
+
+def moved_bytes(loads: Sequence[StageLoad], layout: Layout) -> tuple[int, ...]:
+    """Bytes of state that each stage brings along; the head of `LOOP` goes with the first, which has what is tied."""
+    own = [load.state_bytes for load in loads]
+    if layout.comes_back:
+        own[-1] -= _STATE_COPIES * sum(loads[-1].tied_bytes.values())
+    return tuple(own)
 
 
 def stage_loads(job: JobSpec, stages: Sequence[StageSpec]) -> tuple[StageLoad, ...]:

@@ -8,16 +8,16 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.plan.balanced import pool_of
 from skein.plan.changing.clauses import About, Clause
-from skein.plan.load import StageLoad, stage_loads
+from skein.plan.load import StageLoad, moved_bytes, stage_loads
 from skein.plan.place import Pool
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
 from skein.topology.links import F64
-from skein.types import ChunkRef, StageSpec
+from skein.types import ChunkRef, Layout, StageSpec
 from skein.units import format_bytes
 
 
-def fetch_s(loads: Sequence[StageLoad], pool: Pool, held: Iterable[ChunkRef]) -> F64:
+def fetch_s(loads: Sequence[StageLoad], pool: Pool, held: Iterable[ChunkRef], layout: Layout) -> F64:
     """Seconds to bring each stage to each worker from its nearest holder, (num_workers, num_stages).
 
     0 where it is held already, and for a stage that nobody in the pool holds: wherever that goes, it comes from
@@ -29,9 +29,9 @@ def fetch_s(loads: Sequence[StageLoad], pool: Pool, held: Iterable[ChunkRef]) ->
         if chunk.worker in position:
             holders.setdefault(chunk.stage, []).append(position[chunk.worker])
     seconds = np.zeros((len(pool.workers), len(loads)))
-    for stage, load in enumerate(loads):
+    for stage, num_bytes in enumerate(moved_bytes(loads, layout)):
         if stage in holders:
-            seconds[:, stage] = pool.links.seconds(load.state_bytes)[holders[stage]].min(axis=0)
+            seconds[:, stage] = pool.links.seconds(num_bytes)[holders[stage]].min(axis=0)
     return seconds
 
 
@@ -45,7 +45,7 @@ def move_s(before: Plan, after: Plan, loads: Sequence[StageLoad], pool: Pool) ->
         pool: has every worker of `after`.
     """
     held = {plan.chunk for plan in before.chunks}
-    seconds = fetch_s(loads, pool, held)
+    seconds = fetch_s(loads, pool, held, before.layout)
     total_s = np.zeros(len(pool.workers))
     for plan in after.chunks:
         if plan.chunk not in held:
@@ -72,9 +72,10 @@ class Held:
         """`Problem.move_s` of body stages; None if other stages are in place, for then everything moves."""
         if self.steps_left is None or self.plan.stages != tuple(stages):
             return None
-        seconds = fetch_s(loads, pool, (placed.chunk for placed in self.plan.chunks))
+        layout = self.plan.layout
+        seconds = fetch_s(loads, pool, (placed.chunk for placed in self.plan.chunks), layout)
         seconds /= max(1, self.steps_left)
-        if self.plan.layout.comes_back:
+        if layout.comes_back:
             # The head goes where stage 0 goes.
             seconds[:, 0] += seconds[:, -1]
             return seconds[:, :-1]
@@ -85,7 +86,8 @@ class Held:
         before = {placed.chunk for placed in self.plan.chunks}
         moved = sorted(placed.chunk for placed in plan.chunks if placed.chunk not in before)
         if moved:
-            state = format_bytes(sum(loads[chunk.stage].state_bytes for chunk in moved))
+            own = moved_bytes(loads, plan.layout)
+            state = format_bytes(sum(own[chunk.stage] for chunk in moved))
             more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
             what = f"{state} of state: stage {moved[0].stage} to {moved[0].worker}{more}"
             yield Clause(what, About.MOVES)

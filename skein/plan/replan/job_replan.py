@@ -8,6 +8,7 @@ import numpy as np
 from skein.plan.balanced import and_more
 from skein.plan.changing.clauses import About, Clause
 from skein.plan.changing.moving import fetch_s
+from skein.plan.load import moved_bytes
 from skein.plan.plan import Infeasible, Plan
 from skein.plan.replan.before import LOST, Before
 from skein.plan.replan.routing import Moving, Replanned, replan
@@ -56,9 +57,10 @@ def replan_job(
     before = _before(posed, previous)
     if before is None:
         return None
+    layout = previous.layout
     moving = Moving(
-        state_bytes=_body(np.array([[load.state_bytes for load in posed.loads]], np.float64), previous)[0],
-        fetch_s=_body(fetch_s(posed.loads, posed.pool, (x.chunk for x in previous.chunks)), previous),
+        state_bytes=_body(np.array([moved_bytes(posed.loads, layout)], np.float64), previous)[0],
+        fetch_s=_body(fetch_s(posed.loads, posed.pool, (x.chunk for x in previous.chunks), layout), previous),
         steps_left=steps_left,
         most_chunks=most_chunks,
     )

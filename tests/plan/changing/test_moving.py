@@ -6,10 +6,10 @@ import pytest
 from skein.plan.balanced import make_balanced_plan, pool_of
 from skein.plan.changing.clauses import About
 from skein.plan.changing.moving import Held, fetch_s, move_s
-from skein.plan.load import stage_loads
+from skein.plan.load import moved_bytes, stage_loads
 from skein.plan.plan import Plan
 from skein.types import ChunkRef, Layout, StageIndex, WorkerId
-from tests.plan.builders import fleet, job, link, without
+from tests.plan.builders import fleet, job, link, planned, without
 
 SPEC = job(stages=2, replicas=1, num_layers=4)
 NAMES = ("w0", "w1", "w2")
@@ -40,7 +40,7 @@ def chunk(stage: int, worker: str) -> ChunkRef:
 
 
 def test_a_stage_comes_from_its_nearest_holder_and_costs_nothing_where_it_is() -> None:
-    seconds = fetch_s(LOADS, POOL, [chunk(0, "w0"), chunk(0, "w1"), chunk(1, "w1")])
+    seconds = fetch_s(LOADS, POOL, [chunk(0, "w0"), chunk(0, "w1"), chunk(1, "w1")], Layout.LINE)
     state_s = [load.state_bytes / 1e6 for load in LOADS]
     assert seconds == pytest.approx(
         np.array([[0, 0.1 + state_s[1]], [0, 0], [0.1 + state_s[0], 0.1 + state_s[1]]])
@@ -48,13 +48,13 @@ def test_a_stage_comes_from_its_nearest_holder_and_costs_nothing_where_it_is() -
 
 
 def test_a_stage_that_nobody_holds_costs_the_same_everywhere() -> None:
-    assert not fetch_s(LOADS, POOL, [chunk(0, "gone")]).any()
+    assert not fetch_s(LOADS, POOL, [chunk(0, "gone")], Layout.LINE).any()
 
 
 def test_workers_fetch_side_by_side() -> None:
     after = plan_on("w2")
     assert move_s(BEFORE, BEFORE, LOADS, POOL) == 0
-    both = sum(fetch_s(LOADS, POOL, [x.chunk for x in BEFORE.chunks])[2])
+    both = sum(fetch_s(LOADS, POOL, [x.chunk for x in BEFORE.chunks], Layout.LINE)[2])
     assert move_s(BEFORE, after, LOADS, POOL) == pytest.approx(both)
 
 
@@ -72,9 +72,17 @@ def test_the_head_of_a_loop_goes_where_its_first_stage_goes() -> None:
     plan = make_balanced_plan(spec, ON, None, 0)
     assert isinstance(plan, Plan)
     loads = stage_loads(spec, plan.stages)
-    whole = fetch_s(loads, POOL, [x.chunk for x in plan.chunks])
+    whole = fetch_s(loads, POOL, [x.chunk for x in plan.chunks], Layout.LOOP)
     body = Held(plan=plan, steps_left=1).move_s(plan.stages, loads, POOL)
     assert body == pytest.approx(np.stack([whole[:, 0] + whole[:, 2], whole[:, 1]], axis=1))
+
+
+def test_a_tied_head_brings_only_its_own_where_it_goes_with_the_first_stage() -> None:
+    spec = job(stages=2, replicas=1, num_layers=4, layout=Layout.LOOP)
+    loads = stage_loads(spec, planned(spec, ON).stages)
+    # The gain of the final norm, with two moments, in float32.
+    assert moved_bytes(loads, Layout.LOOP) == (loads[0].state_bytes, loads[1].state_bytes, 3 * 4 * 64)
+    assert moved_bytes(loads, Layout.LINE) == tuple(load.state_bytes for load in loads)
 
 
 def test_what_moves_is_told_in_a_clause() -> None:
