@@ -155,7 +155,7 @@ class IdentityOffice:
             try:
                 self.stand(*self._own)
                 self._read_ends()
-            except sqlite3.Error as error:
+            except (SkeinError, sqlite3.Error) as error:
                 _log.error("register: %s", error)
         if self._clock() >= self.wallet.passport.renewal_s():
             self._try(self.refresh)

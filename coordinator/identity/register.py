@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Lock
 
 from coordinator.records.logfile import journal_mode
-from skein.errors import UserError
+from skein.errors import LocalError, UserError
 from skein.wire.identity.authority import LIFE_S
 from skein.wire.identity.names import Caller, CallerRole, check_name
 from skein.wire.identity.passport import utc_text
@@ -234,10 +234,17 @@ class Register:
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        """A transaction; it is on disk when this ends, or has not been."""
-        with self._lock, self._database as database:
-            database.execute("BEGIN IMMEDIATE")
-            yield database
+        """A transaction; it is on disk when this ends, or has not been.
+
+        Raises:
+            LocalError: the disk takes nothing, or another coordinator was at it for too long.
+        """
+        try:
+            with self._lock, self._database as database:
+                database.execute("BEGIN IMMEDIATE")
+                yield database
+        except sqlite3.Error as error:
+            raise LocalError(f"the register of identities cannot be written ({error})") from error
 
     def _find(self, database: sqlite3.Connection, role: CallerRole, name: str) -> Registered | None:
         with closing(database.execute(_ONE, (role.value, name))) as found:

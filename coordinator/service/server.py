@@ -91,6 +91,7 @@ class Service:
     gate: Gate
     relay: Switchboard
     office: IdentityOffice | None
+    _enrol: Enrol | None
     _strangers: aio.Server | None
     """The server of the port for those who have no certificate."""
     _enrol_port: int
@@ -129,6 +130,8 @@ class Service:
         if self._strangers is not None:
             await self._strangers.stop(None)
         await self.server.stop(STOP_S)
+        if self._enrol is not None:
+            self._enrol.close()
         if self.office is not None:
             self.office.close()
 
@@ -155,15 +158,16 @@ async def listen(
     server = open_server(credentials=credentials, before=before, options=[idle], named=named)
     gate, checker = Gate(), Health({f"skein.wire.v1.{name}": NOT_SERVING for name in SERVICES})
     server.add_generic_rpc_handlers((checker,))
-    if office is not None:
+    enrol = None if office is None else Enrol(office)
+    if enrol is not None:
         # Whoever stands by can do this, too: authority and register are in the directory that they share.
-        identity_pb2_grpc.add_EnrolServicer_to_server(Enrol(office), server)
+        identity_pb2_grpc.add_EnrolServicer_to_server(enrol, server)
     server.add_generic_rpc_handlers((gate,))
     bound = bind(server, host, port, credentials=credentials)
     strangers, enrol_bound = None, 0
-    if office is not None:
+    if enrol is not None:
         strangers = open_server(credentials=NO_CREDENTIALS, before=before, options=[idle])
-        identity_pb2_grpc.add_EnrolServicer_to_server(Enrol(office), strangers)
+        identity_pb2_grpc.add_EnrolServicer_to_server(enrol, strangers)
         strangers.add_generic_rpc_handlers((Health(), StrangersGate()))
         enrol_bound = bind(strangers, host, enrol_port, credentials=credentials, is_for_strangers=True)
         await strangers.start()
@@ -180,6 +184,7 @@ async def listen(
         gate=gate,
         relay=Switchboard(is_offered=True),
         office=office,
+        _enrol=enrol,
         _strangers=strangers,
         _enrol_port=enrol_bound,
         _health=checker,

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
@@ -17,12 +18,15 @@ from client.cli import run
 from coordinator.identity.__main__ import run as init
 from coordinator.identity.office import ADMIN_FILE, FOLDER, IdentityOffice
 from coordinator.identity.register import STANDS_S, Register
+from coordinator.service.calls import BusyError
+from coordinator.service.identity import MAX_OF_HOST, Enrol
 from coordinator.serving import Serving, ServingOptions
 from coordinator.telling.metrics import CoordinatorMetrics
 from skein.config.quota import UNBOUNDED, QuotasSpec
-from skein.errors import RemoteError, UserError
+from skein.errors import LocalError, RemoteError, UserError
 from skein.protocol.messages.directives import Welcome
 from skein.wire.channel import Lane, open_channel, open_enrolment_channel
+from skein.wire.context import Context
 from skein.wire.credentials import Credentials, Wallet
 from skein.wire.identity.authority import LIFE_S, Authority
 from skein.wire.identity.enrolling import enrol, renew_wallet, renewed, renewed_if_due
@@ -377,6 +381,42 @@ def test_lines_name_all_coordinators_that_were_seen_of_late(tmp_path: Path) -> N
     assert named(second) == ("b:7411", "b:7413")
     first.close()
     second.close()
+
+
+class Stranger:
+    """The context of a newcomer's call."""
+
+    def peer(self) -> str:
+        return "ipv4:10.0.0.7:4711"
+
+
+async def test_newcomers_that_crowd_in_hold_up_nothing_else_and_are_refused_beyond_a_number(
+    tmp_path: Path,
+) -> None:
+    office, other = IdentityOffice(tmp_path), Register(tmp_path)
+    enrol_, context = Enrol(office), cast(Context, Stranger())
+    request = office.wallet.passport.request()
+    asked = identity_pb2.EnrolRequest(token="t", secret="s", name="eve", request=request)
+    with other._change():  # until then nobody else writes
+        calls = [asyncio.ensure_future(enrol_.Enrol(asked, context)) for _ in range(MAX_OF_HOST)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(int)
+        assert not any(call.done() for call in calls)
+        with pytest.raises(BusyError, match="so many come for certificates already"):
+            await enrol_.Enrol(asked, context)
+    for call in calls:
+        with pytest.raises(UserError, match="is not known here"):
+            await call
+    enrol_.close()
+    office.close()
+    other.close()
+
+
+async def test_a_register_that_cannot_be_written_says_so_in_a_line(tmp_path: Path) -> None:
+    office = IdentityOffice(tmp_path)
+    office.register.close()
+    with pytest.raises(LocalError, match=r"identities cannot be written \(.*closed"):
+        office.new_line(CallerRole.WORKER, "", life_s=60.0, uses=1)
 
 
 def test_metrics_say_for_how_long_certificates_count(tmp_path: Path) -> None:
