@@ -56,6 +56,14 @@ class Ground:
         self.told.pop(worker, None)
         self.obey(self.relaying.lost(worker))
 
+    def lose_at_once(self, *workers: WorkerId) -> None:
+        """Leases that end at the same time: none of them is here when the first is told of."""
+        for worker in workers:
+            del self.live[worker]
+            self.told.pop(worker, None)
+        for worker in workers:
+            self.obey(self.relaying.lost(worker))
+
     def obey(self, told: Iterable[Told]) -> None:
         """Do what is asked, and what comes of it, until nothing does."""
         waiting = deque(told)
@@ -169,6 +177,15 @@ def test_when_a_relay_dies_the_next_best_is_taken_at_once() -> None:
     assert ground.way(A, B) == R
     ground.lose(R)
     assert (ground.way(A, B), ground.way(B, A)) == (S, S)
+
+
+@pytest.mark.parametrize(("gone", "way"), [((S, R), COORDINATOR_RELAY), ((R, B), None), ((B, R), None)])
+def test_relays_and_ends_may_be_lost_at_once(gone: tuple[WorkerId, ...], way: WorkerId | None) -> None:
+    ground = Ground(shut=behind_nat(A, B), offered=[R], rates={R: QUICK})
+    ground.join(A, B, R, S)
+    assert ground.way(A, B) == R
+    ground.lose_at_once(*gone)
+    assert ground.way(A, B) == way
 
 
 def test_a_relay_that_no_longer_carries_gives_way_once_somebody_doubts_it() -> None:

@@ -6,6 +6,7 @@ Rules of this file
   offers itself. Each is tried, by a probe through it, and the one that is quickest there and back is kept.
 - What is not known is taken to be as ever: whoever advertises an address can be dialled; but whom somebody could not
   dial, and nobody could, cannot be dialled by others either.
+- Several workers may be gone before the first of them is told of: what names one of those says nothing until then.
 - Nothing here is recorded: after a restart of the coordinator workers join again, and are probed again. Until then they
   keep the ways that they have.
 """
@@ -95,7 +96,8 @@ class Relaying:
         self._asked = {pair for pair in self._asked if worker not in pair}
         orphans = {_ordered(*pair) for pair, relay in self._relays.items() if relay == worker}
         for one, other in sorted(orphans):
-            yield from self._settle(one, other)
+            if one in self._live and other in self._live:
+                yield from self._settle(one, other)
         yield from self._tell()
 
     def measured(self, worker: WorkerId, report: LinksMeasured) -> Iterator[Told]:
@@ -172,7 +174,7 @@ class Relaying:
         return [COORDINATOR_RELAY, *offered[:MAX_TRIED]]
 
     def _may_relay(self, via: WorkerId | None) -> bool:
-        """Whether a way that is told of can be: a report may name anybody, and what it names would be kept."""
+        """Whether a relay is here: a report may name anybody, and what it names would be kept."""
         return via in (None, COORDINATOR_RELAY) or via in self._live
 
     def _can_dial(self, sender: WorkerId, receiver: WorkerId) -> bool:
@@ -210,10 +212,12 @@ class Relaying:
                 relay=self._place(relay),
             )
             for (sender, receiver), relay in sorted(self._relays.items())
-            if sender == worker and receiver in self._live
+            if sender == worker and receiver in self._live and self._may_relay(relay)
         )
         listens = {
-            relay for (_, receiver), relay in self._relays.items() if receiver == worker and relay != worker
+            relay
+            for (_, receiver), relay in self._relays.items()
+            if receiver == worker and relay != worker and self._may_relay(relay)
         }
         return Ways(ways=ways, listens=tuple(self._place(relay) for relay in sorted(listens)))
 
