@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from skein import rng
 from skein.config.job import JobSpec
+from skein.config.quota import UNBOUNDED, QuotasSpec
 from skein.model.rows import VocabularySplit
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import SubmitAsked
@@ -14,6 +15,7 @@ from skein.protocol.log.history import History
 from skein.protocol.log.records import GenerationOpened, JobSubmitted, Record, RolledBack, StepCommitted
 from skein.protocol.messages.directives import StepRecord
 from skein.sim.faults import draw_faults, schedule_faults
+from skein.sim.judging.bounds import Bounds
 from skein.sim.judging.idling import Idling
 from skein.sim.judging.invariants import Violated
 from skein.sim.placing import make_v_plan
@@ -52,6 +54,8 @@ class FleetShape:
     memory_bytes: int = 16 * 2**30
     num_slow: int = 0
     """Number of workers, the last ones, that are `SLOW` times slower than the others."""
+    num_walled: int = 0
+    """Number of workers, the first ones, whom nobody can dial; where there are any, the others relay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +80,18 @@ def make_world(
     new_world: NewWorld = World,
     others: Sequence[JobSpec] = (),
     after_s: Mapping[int, float] = MappingProxyType({}),
+    quotas: QuotasSpec = UNBOUNDED,
 ) -> World:
     """A world with a coordinator, `fleet`, and `job` and `others` submitted, by number some of them later."""
     sites = tuple(SiteId(f"site{index}") for index in range(fleet.num_sites))
     world = new_world(sites, seed=seed)
+    world.quotas = quotas
     world.start_coordinator()
-    for index in range(fleet.num_workers):
-        name = WorkerId(f"w{index:04d}")
+    names = [WorkerId(f"w{index:04d}") for index in range(fleet.num_workers)]
+    if fleet.num_walled:
+        world.network.walled |= {*names[: fleet.num_walled]}
+        world.relays = frozenset(names[fleet.num_walled :])
+    for index, name in enumerate(names):
         factor = fleet.spread ** float(rng.stream(seed, "speed", name).uniform(-0.5, 0.5))
         factor /= SLOW if index >= fleet.num_workers - fleet.num_slow else 1.0
         speed = fleet.flops_per_s * factor
@@ -116,7 +125,7 @@ def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) ->
             `STILL_S` although nothing failed any more.
     """
     job = _submitted(world)
-    idling = Idling()
+    idling, bounds = Idling(), Bounds()
     num_records, num_judged, moved_s = 0, 0, 0.0
     while True:
         now = world.clock.now
@@ -130,6 +139,7 @@ def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) ->
             raise Violated(f"no end after {now:.0f} simulated seconds:\n{tail}")
         if len(world.submitted) > 1:
             idling.look(world)
+            bounds.look(world)
         coordinator = world.coordinator
         if len(world.log) == num_judged or coordinator is None or world.is_appending:
             continue  # Jobs end by what is recorded.
@@ -240,7 +250,9 @@ def disturbed(
     job, *others = (part.job(steps=steps) for part in shape.each)
     later = {number: part.after_s for number, part in enumerate(shape.each) if part.after_s}
     fleet = small_fleet(shape)
-    world = make_world(job, fleet, seed=seed, new_world=new_world, others=others, after_s=later)
+    world = make_world(
+        job, fleet, seed=seed, new_world=new_world, others=others, after_s=later, quotas=shape.quotas
+    )
     if shape.is_in_v:
         world.planner = make_v_plan
     world.transport.repeat_every = REPEAT_EVERY
@@ -293,4 +305,5 @@ def small_fleet(shape: SimShape) -> FleetShape:
         num_sites=2,
         flops_per_s=_SEED_FLOPS_PER_S,
         num_slow=shape.num_slow,
+        num_walled=shape.num_walled,
     )

@@ -18,6 +18,7 @@ from skein.config.job import (
     SkipSpec,
 )
 from skein.config.optimizer import AdamWSpec
+from skein.config.quota import QuotaSpec, QuotasSpec
 from skein.config.rule import PatternName
 from skein.errors import UserError
 from skein.model.families.llama import LlamaModel, LlamaShape
@@ -58,6 +59,12 @@ class SimShape:
     """Whether a worker's chunks are laid there and back; otherwise they lie beside each other."""
     is_sparse: bool = False
     """Whether its blocks have experts."""
+    num_walled: int = 0
+    """The first of the workers, whom nobody can dial: the coordinator relays, and so do the other workers."""
+    quota_workers: int | None = None
+    """Workers that all jobs have together at most; None: as many as there are."""
+    quota_running: int | None = None
+    """Jobs that have workers at once, at most."""
     rule: str = ""
     """A word of `RULES`; none: plain sums along `pattern`, and AdamW."""
     priority: int = 0
@@ -65,6 +72,12 @@ class SimShape:
     """Time at which the job is submitted."""
     others: tuple["SimShape", ...] = ()
     """Shapes of the jobs that are submitted with it, to the same workers."""
+
+    @property
+    def quotas(self) -> QuotasSpec:
+        """Quotas of the namespace that all its jobs are in."""
+        bounds = QuotaSpec(workers=self.quota_workers, running_jobs=self.quota_running)
+        return QuotasSpec(default=bounds)
 
     @property
     def each(self) -> tuple["SimShape", ...]:
@@ -124,6 +137,8 @@ def shape_of(text: str) -> SimShape:
     ['line 2x2 on 8', 'loop 2x2']
     >>> [(part.priority, part.after_s) for part in shape_of("line 2x2 + line 2x2 priority 1 after 3.5").each]
     [(0, 0.0), (1, 3.5)]
+    >>> shape_of("line 2x2 on 6 walled 4 quota 5").quotas.of("lab").workers
+    5
     """
     first, *more = text.split(" + ")
     return replace(_one(first), text=text, others=tuple(_one(other) for other in more))
@@ -138,7 +153,9 @@ def _one(text: str) -> SimShape:
         pattern: PatternName = "auto"
         rule, num_slow, chunks, rows = "", 0, 1, VocabularySplit.OFF
         is_split, is_in_v, is_sparse = False, False, False
-        checked, priority, after_s = 0.0, 0, 0.0
+        checked, priority, after_s, num_walled = 0.0, 0, 0.0, 0
+        quota_workers: int | None = None
+        quota_running: int | None = None
         while words:
             match words.pop(0):
                 case "tied":
@@ -169,6 +186,12 @@ def _one(text: str) -> SimShape:
                     rows = VocabularySplit(words.pop(0))
                 case "chunks":
                     chunks = int(words.pop(0))
+                case "walled":
+                    num_walled = int(words.pop(0))
+                case "quota":
+                    quota_workers = int(words.pop(0))
+                case "running":
+                    quota_running = int(words.pop(0))
                 case "checked":
                     checked = float(words.pop(0))
                 case other:
@@ -188,6 +211,9 @@ def _one(text: str) -> SimShape:
         chunks=chunks,
         rows=rows,
         checked=checked,
+        num_walled=num_walled,
+        quota_workers=quota_workers,
+        quota_running=quota_running,
         is_split=is_split,
         is_in_v=is_in_v,
         is_sparse=is_sparse,
@@ -207,6 +233,18 @@ SEVERAL = tuple(
     )
 )
 """Shapes of several jobs beside each other."""
+
+GUARDED = tuple(
+    shape_of(text)
+    for text in (
+        "line 2x2 on 8 quota 5 + loop 2x2 + line 1x3",
+        "line 2x2 on 8 running 1 + line 2x2 + loop 2x1",
+        "line 3x2 tied on 6 walled 5",
+        "line 2x2 on 8 walled 6 quota 6 + loop 2x2 + line 2x1",
+        "line 2x3 ring on 6 walled 6",
+    )
+)
+"""Shapes of jobs below quotas, and on workers that nobody can dial."""
 
 SHAPES = tuple(
     shape_of(text)

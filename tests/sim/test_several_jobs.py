@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 
 from skein.protocol.log.records import GenerationOpened, StepCommitted
+from skein.sim.judging.invariants import Violated
 from skein.sim.scenario import LIMIT_S, curve_of, disturbed, judge, make_world, run_to_end, small_fleet
-from skein.sim.shapes import SEVERAL, SimShape, shape_of
+from skein.sim.shapes import GUARDED, SEVERAL, SimShape, shape_of
 from skein.sim.world import World
 from skein.types import JobId
 from tests.support.extent import part
@@ -18,6 +19,32 @@ JOBS = tuple(JobId(f"sim-{number}") for number in (1, 2, 3))
 def test_faults_bend_no_curve_of_several_jobs_and_leave_nobody_idle(shape: SimShape) -> None:
     for seed in part(range(6), every=3, start=SEVERAL.index(shape)):
         judge(shape, disturbed(shape, seed=seed, num_faults=8))
+
+
+@pytest.mark.parametrize("shape", GUARDED, ids=lambda shape: shape.text)
+def test_faults_bend_no_curve_below_quotas_or_over_relays(shape: SimShape) -> None:
+    for seed in part(range(6), every=3, start=GUARDED.index(shape)):
+        judge(shape, disturbed(shape, seed=seed, num_faults=8))
+
+
+def test_who_was_called_away_counts_until_it_has_been_let_go() -> None:
+    """A free worker joins that suits better than one that was called away."""
+    world = disturbed(GUARDED[0], seed=1000, num_faults=0)
+    most = 0
+    while not any(isinstance(record, StepCommitted) for record in world.log):
+        assert world.coordinator is not None
+        most = max(most, sum(len(run.crew) for run in world.coordinator.view.runs.values()))
+        assert world.clock.step()
+    assert most == 5
+
+
+def test_a_quota_that_is_not_held_is_found() -> None:
+    shape = shape_of("line 2x2 on 8 quota 5 + loop 2x2")
+    [one, other] = (part.job(steps=100) for part in shape.each)
+    world = make_world(one, small_fleet(shape), seed=0, others=[other], quotas=shape.quotas)
+    world.quotas = shape_of("line 2x2 quota 3").quotas
+    with pytest.raises(Violated, match="namespace default has workers 5 of 3 for"):
+        run_to_end(world, limit_s=LIMIT_S)
 
 
 def test_a_death_in_one_job_costs_the_others_nothing() -> None:

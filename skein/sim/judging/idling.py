@@ -1,5 +1,6 @@
 """Judge of idle workers: none is without work for long while a job waits that may begin on it."""
 
+from skein.config.quota import QuotasSpec
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator import Coordinator
@@ -36,6 +37,7 @@ class Idling:
         for job in coordinator.view.waits.keys() - coordinator.view.runs.keys():
             # Who is kept for a job that has waited for longer is idle on purpose.
             here = frozenset(w for w in idle if coordinator.view.kept_for.get(w, job) == job)
+            here = _within_quota(coordinator, world.quotas, job, here)
             if not _would_run(coordinator, job, here):
                 continue
             before = self._since.get(job, (world.term, here, now))
@@ -58,6 +60,21 @@ def _idle(coordinator: Coordinator) -> frozenset[WorkerId]:
         used = None if run.state is JobState.PLANNING else run.plan
         live -= set(run.crew if used is None else used.workers)
     return frozenset(live)
+
+
+def _within_quota(
+    coordinator: Coordinator, quotas: QuotasSpec, job: JobId, idle: frozenset[WorkerId]
+) -> frozenset[WorkerId]:
+    """Workers among the idle ones that a job's namespace may have still, those that come first."""
+    jobs = coordinator.history.jobs
+    quota, crews = quotas.of(jobs[job].namespace), []
+    for other, run in coordinator.view.runs.items():
+        if jobs[other].namespace == jobs[job].namespace:
+            crews.append(len(run.crew))
+    if quota.running_jobs is not None and sum(map(bool, crews)) >= quota.running_jobs:
+        return frozenset()
+    room = len(idle) if quota.workers is None else max(0, quota.workers - sum(crews))
+    return frozenset(sorted(idle)[:room])
 
 
 def _would_run(coordinator: Coordinator, job: JobId, idle: frozenset[WorkerId]) -> bool:

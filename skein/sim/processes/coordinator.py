@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from skein.config.quota import UNBOUNDED
 from skein.plan.balanced import make_balanced_plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import (
@@ -68,6 +69,8 @@ class SimService(ABC):
         self.skew_s = 0.0
         self.halted: str | None = None
         """Reason for which the coordinator has ended itself, if it has."""
+        self.quotas = UNBOUNDED
+        """Quotas that coordinators are started with."""
         self.accepts_loss = False
         """Whether the next coordinator is told to go on with a log that has lost its end."""
         self.invariants = Invariants()
@@ -108,7 +111,7 @@ class SimService(ABC):
         opened = EpochOpened(epoch=Epoch(num_before + 1), wall_s=self._wall_s, accepts_loss=self.accepts_loss)
         self.halted, self.accepts_loss = None, False
         self._hold(opened)
-        self.coordinator = Coordinator(key=f"of term {self.term}".encode())
+        self.coordinator = Coordinator(key=f"of term {self.term}".encode(), quotas=self.quotas)
         self.coordinator.sign_with(self.log_key)
         self.coordinator.replay(self.log)
         self._wakes_at = None

@@ -176,6 +176,16 @@ class Scheduler:
         quota = self._quotas.of(job.namespace)
         return NamespaceLimits(num_workers=quota.workers or inf, num_jobs=quota.running_jobs or inf)
 
+    def _room(self, job: JobHistory) -> float:
+        """Workers that a job may be given now: who was called away counts until its run has let it go."""
+        limits, num_workers, num_jobs = self._limits(job), 0, 0
+        for other, run in self.runs.items():
+            if other != job.job and run.job.namespace == job.namespace:
+                num_workers += len(self._crews.of(other))
+                num_jobs += bool(self._crews.of(other))
+        own = len(self._crews.of(job.job)) if job.job in self.runs else 0
+        return limits.num_workers - num_workers - own if num_jobs < limits.num_jobs else 0
+
     def _num_least_of(self, job: JobHistory, num_here: int) -> int:
         """Gang of a job where it may use so many workers, as far as its namespace may have them."""
         return num_least(job.spec, int(min(num_here, self._limits(job).num_workers)))
@@ -321,7 +331,7 @@ class Scheduler:
         for worker, wanted in shares.by_worker.items():
             owner = self._crews.owner(worker)
             if owner is None:
-                if wanted is not None and wanted in self.runs:
+                if wanted is not None and wanted in self.runs and self._room(self.runs[wanted].job) >= 1:
                     self._take(wanted, self.runs[wanted], worker, now=now)
             elif owner == wanted:
                 self._crews.keep(self._live[worker])
@@ -337,7 +347,8 @@ class Scheduler:
         free = frozenset(worker for worker in wanted if self._crews.owner(worker) is None)
         is_late = any(now >= self._crews.called_at(worker) + LATE_S for worker in wanted - free)
         least = self._num_least_of(job, len(free if is_late else self._may_use(job.job, job.spec)))
-        if len(free) >= least and free and self._fitting.lacks(job, free) is None:
+        has_room = 0 < len(free) <= self._room(job)
+        if has_room and len(free) >= least and self._fitting.lacks(job, free) is None:
             self._start(job, tuple(worker for worker in self._live if worker in free), now=now)
         else:
             self.waits[job.job] = self._why(job, shares)
@@ -347,7 +358,7 @@ class Scheduler:
         may_use, where = self._may_use(job.job, job.spec), job.spec.resources.where
         least = self._num_least_of(job, len(may_use))
         coming = [worker for worker in shares.of(job.job) if self._crews.owner(worker) is not None]
-        if job.job in shares.limited:
+        if job.job in shares.limited or (not coming and self._room(job) < len(shares.of(job.job))):
             return self._what_limits(job)
         if coming:
             return f"waiting for {', '.join(sorted(coming))} to end a step of another job"
