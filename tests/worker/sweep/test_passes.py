@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from skein.model.families.mlp import MlpModel
 from skein.numeric.rows import RowBuffer
 from skein.numeric.walker import Walker
 from skein.types import Precision
@@ -82,6 +83,16 @@ def test_fused_rows_round_as_their_models_do_under_bfloat16(name: str) -> None:
     # Eight bits of products, whose sums may round to either side.
     assert torch.allclose(made.run(inputs, labels), losses, rtol=1e-2)
     assert (made.grads - grads).norm() <= 2e-2 * grads.norm()
+
+
+def test_softmax_regression_has_a_head_alone_and_is_fused() -> None:
+    stages = [whole(MlpModel(family="mlp", widths=()), seed=row) for row in range(NUM_ROWS)]
+    made = make_pass(PassKind.FUSED, stages[0], rows_of(stages))
+    assert made is not None
+    inputs, labels = own_samples("mlp")
+    losses, grads = expected(stages, inputs, labels)
+    assert torch.allclose(made.run(inputs, labels), losses, rtol=ROUNDING, atol=0)
+    assert (made.grads - grads).abs().max() <= ROUNDING * grads.abs().max()
 
 
 @pytest.mark.parametrize("name", SPARSE)
