@@ -15,7 +15,10 @@ from skein import rng
 from skein.numeric.sketch import SKETCH_LENGTH
 
 _ROW = 4096  # one row is summed by one thread, so its sum does not depend on how many there are
-_PIECE = 256 * _ROW  # bounds the float64 copy that a squared norm makes
+_PIECE = 256 * _ROW  # of a sketch, whose sums follow from it
+_SQUARED = (
+    32 * _ROW
+)  # bounds the float64 copy that a squared norm makes; rows are summed one by one, so no bit of it
 
 
 def flatten(named: Mapping[str, Tensor]) -> Tensor:
@@ -60,7 +63,7 @@ def squared_norm(flat: Tensor) -> float:
     Not finite if an element is not, or if the sum exceeds float64 (never for float32 input).
     """
     sums: list[float] = []
-    for piece in torch.split(flat.detach(), _PIECE):
+    for piece in torch.split(flat.detach(), _SQUARED):
         squares = piece.to(torch.float64, copy=True).square_()
         num_whole = squares.numel() // _ROW * _ROW
         sums += squares[:num_whole].view(-1, _ROW).sum(dim=1).tolist()
