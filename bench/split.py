@@ -21,6 +21,7 @@ from bench.report import Row, finish, spread
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.layers import pending_bytes
 from skein.types import Precision, StageIndex, StageSpec
+from worker.model.ops import go_back
 from worker.model.pending import add_up, held_bytes
 from worker.model.stage import Stage, build_stage
 from worker.transport.memory import keep_message_buffers
@@ -94,7 +95,7 @@ class Sides:
     def _whole(self) -> tuple[float, list[Tensor]]:
         x, y = self._forward()
         begun_s = perf_counter()
-        torch.autograd.backward(y, self.grad)
+        go_back([y], [self.grad])
         took_s = perf_counter() - begun_s
         assert x.grad is not None
         return took_s, [x.grad, *self._taken()]
@@ -102,7 +103,7 @@ class Sides:
     def _split(self) -> tuple[float, float, list[Tensor]]:
         x, y = self._forward()
         begun_s = perf_counter()
-        pending = self.stage.put_aside(y, self.grad)
+        pending = self.stage.put_aside([y], [self.grad])
         between_s = perf_counter()
         held = held_bytes(pending)
         resumed_s = perf_counter()

@@ -273,7 +273,7 @@ class Compute:
         with module.junction.visited(valid_before) as visit:
             total, num_valid = module.score(x.followed(is_sample=op.operand is None), labels)
         if isinstance(op, LossInputOp):
-            self._left.pending[op.microbatch, op.chunk.stage] = module.put_aside(total)
+            self._left.pending[op.microbatch, op.chunk.stage] = module.put_aside([total])
         else:
             total.backward()  # type: ignore[no-untyped-call]
         outcome = Loss(loss_sum=total.item(), num_tokens=num_valid, balance=visit.balance)
@@ -281,7 +281,7 @@ class Compute:
 
     def _backward(self, op: BackwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
         x, y = self._left.graphs.pop((op.microbatch, op.chunk.stage))
-        torch.autograd.backward(y.differentiable, self._gradients(op, operands))
+        self._chunk(op.chunk).module.add_gradients(y.differentiable, self._gradients(op, operands))
         return Done(outputs=self._handed_back(op, x))
 
     def _input_gradient(self, op: InputOp, operands: Mapping[TensorKey, Payload]) -> Done:

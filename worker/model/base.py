@@ -16,7 +16,7 @@ from skein.model.rows import parse_block, whole_shapes
 from skein.rng import key
 from skein.types import Precision, StageSpec
 from worker.model.junction import Junction
-from worker.model.ops import biased, linear
+from worker.model.ops import biased, go_back, linear
 from worker.model.pending import Pending, Tray
 
 IGNORED_LABEL = -100
@@ -146,9 +146,16 @@ class Stage(nn.Module, ABC):
         )
         return total, num_valid
 
-    def put_aside(
-        self, y: Tensor | Sequence[Tensor], grad: Tensor | Sequence[Tensor] | None = None
-    ) -> deque[Pending]:
+    def add_gradients(self, y: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Go back through the stage, and add the gradients of all parameters to their sums.
+
+        Args:
+            y: what `onward` gave; its graph is used up.
+            grads: gradients of `y`.
+        """
+        go_back(y, grads)
+
+    def put_aside(self, y: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> deque[Pending]:
         """Go back through the stage, and put the gradients of all parameters aside: `add_up` adds them, once.
 
         The stage's input has its gradient then, where one is wanted; no parameter's changes. Only where the model
@@ -156,11 +163,14 @@ class Stage(nn.Module, ABC):
 
         Args:
             y: what `onward` or `score` gave; its graph is used up.
-            grad: gradients of `y`; none of a loss.
+            grads: gradients of `y`; none of a loss.
         """
         assert self.spec.has_split_backward, "backward is whole here"
         with self.tray.opened() as pending:
-            torch.autograd.backward(y, grad)
+            if grads is None:
+                torch.autograd.backward(y)
+            else:
+                go_back(y, grads)
         return pending
 
     @torch.no_grad()

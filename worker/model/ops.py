@@ -7,7 +7,7 @@ B batch, T tokens, H heads, F features.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -25,6 +25,7 @@ class _Saved(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
     tray: Tray
     needs_input_grad: tuple[bool, ...]
+    grads: Sequence[Tensor]
 
 
 class _RmsNorm(Function):
@@ -112,6 +113,20 @@ class _Biased(Function):
         return grad, ctx.tray.gradient(bias, _rows_summed, grad), None
 
 
+class _GoneBack(Function):
+    """A number whose gradient is handed on as those that were given."""
+
+    @staticmethod
+    def forward(ctx: _Saved, grads: Sequence[Tensor], *made: Tensor) -> Tensor:
+        ctx.grads = grads
+        return made[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor | None, ...]:
+        del grad
+        return None, *ctx.grads
+
+
 def _as_made(_parameter: Tensor, gradient: Tensor) -> Tensor:
     return gradient
 
@@ -152,6 +167,15 @@ _swiglu: Callable[[Tensor, Tensor], Tensor] = _Swiglu.apply
 _linear: Callable[[Tensor, Tensor, Tray], Tensor] = _Linear.apply
 _embedding: Callable[[Tensor, Tensor, Tray], Tensor] = _Embedding.apply
 _biased: Callable[[Tensor, Tensor, Tray], Tensor] = _Biased.apply
+_gone_back: Callable[..., Tensor] = _GoneBack.apply
+
+
+def go_back(made: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Adds to what `made` was made of the gradients that follow from these of `made`.
+
+    As `torch.autograd.backward(made, grads)`, which imports a computer algebra system the first time: 34 MiB, 1.7 s.
+    """
+    _gone_back(grads, *made).backward()  # type: ignore[no-untyped-call]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, tray: Tray) -> Tensor:

@@ -1,12 +1,26 @@
 """Gradients written by hand against numeric ones, and casts against autocast."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from torch import Tensor
 from torch.autograd import gradcheck
 from torch.nn import functional
 
 from tests.worker.model.builders import assert_near
-from worker.model.ops import attend, biased, linear, rms_norm, rotary_tables, rotate, swiglu, takes_groups
+from worker.model.ops import (
+    attend,
+    biased,
+    go_back,
+    linear,
+    rms_norm,
+    rotary_tables,
+    rotate,
+    swiglu,
+    takes_groups,
+)
 from worker.model.pending import Tray
 
 
@@ -93,3 +107,25 @@ def test_heads_repeated_for_a_kernel_without_groups_attend_alike() -> None:
     # Sums of five products, perhaps in another order.
     assert_near(results[0], results[1], tolerance=1e-13)
     assert takes_groups(query)
+
+
+def test_going_back_is_a_backward_of_several_results() -> None:
+    found: list[list[Tensor]] = []
+    for way in (go_back, torch.autograd.backward):
+        draw = torch.Generator().manual_seed(5)
+        x, w = (torch.randn(4, 4, generator=draw).requires_grad_() for _ in range(2))
+        made = [x @ w, (x * w).sum(0)]
+        way(made, [torch.randn(y.shape, generator=draw) for y in made])
+        found.append([y.grad for y in (x, w) if y.grad is not None])
+    ours, theirs = found
+    assert len(ours) == 2
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_worker_goes_back_without_a_computer_algebra_system() -> None:
+    program = (
+        "import sys, torch, worker.model.stage; from worker.model.ops import go_back;"
+        "x = torch.ones(2, requires_grad=True); go_back([x * x], [torch.ones(2)]);"
+        "assert x.grad.tolist() == [2, 2]; assert 'sympy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -32,8 +32,8 @@ def layers(name: str, first: int, stop: int, precision: Precision) -> Stage:
     return stage
 
 
-def passed(stage: Stage, number: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Input of a stage, what it makes of that, and the gradient that comes back to it; none to a loss."""
+def passed(stage: Stage, number: int = 0) -> tuple[Tensor, list[Tensor], list[Tensor] | None]:
+    """Input of a stage, what it makes of that, and the gradients that come back to it; none to a loss."""
     raw, labels = (x[:NUM_SAMPLES] for x in samples(stage.spec, NUM_SAMPLES + number))
     x = raw
     if stage.stage.first > 0:
@@ -41,9 +41,9 @@ def passed(stage: Stage, number: int = 0) -> tuple[Tensor, Tensor, Tensor | None
         handed_on: Tensor = before(raw)
         x = handed_on.detach().requires_grad_()
     if stage.has_head:
-        return x, stage.loss(x, labels)[0], None
+        return x, [stage.loss(x, labels)[0]], None
     y = stage(x)
-    return x, y, y.detach().flip(0) * (number + 1)
+    return x, [y], [y.detach().flip(0) * (number + 1)]
 
 
 def sums(stage: Stage) -> dict[str, Tensor]:
