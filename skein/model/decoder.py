@@ -131,7 +131,10 @@ class DecoderModel(AnyModel):
         return (*self._inputs(sequence_tokens, word), *middle, *self._outputs(sequence_tokens, precision))
 
     def _inputs(self, sequence_tokens: int, word_bytes: int) -> tuple[LayerSpec, ...]:
-        """Embedding, or blocks of its rows; each hands the tokens on to the next one."""
+        """Embedding, or blocks of its rows; each hands the tokens on to the next one.
+
+        Blocks keep the tokens between them; of what is put aside they share all, tokens and the gradient that came.
+        """
         shape = decoder_shape(self)
         tokens_bytes = sequence_tokens * LABEL_BYTES
         hidden_bytes = sequence_tokens * shape.hidden_size * word_bytes
@@ -141,19 +144,23 @@ class DecoderModel(AnyModel):
                 name="embedding" if len(layers) == 1 else f"embedding.{i}",
                 num_parameters=num_elements(tensors),
                 forward_flops=0,
-                activation_bytes=tokens_bytes,
+                activation_bytes=(i == 0) * tokens_bytes,
                 output_bytes=hidden_bytes + (i < len(layers) - 1) * tokens_bytes,
-                pending_bytes=tokens_bytes + hidden_bytes,
+                pending_bytes=(i == 0) * (tokens_bytes + hidden_bytes),
             )
             for i, tensors in enumerate(layers)
         )
 
     def _outputs(self, sequence_tokens: int, precision: Precision) -> tuple[LayerSpec, ...]:
-        """Final norm and head in one; or the norm, and blocks of the head's rows."""
+        """Final norm and head in one; or the norm, and blocks of the head's rows.
+
+        Blocks keep the scores that they pass on, and share the norm's result, as it came or was made. Labels go along.
+        """
         shape = decoder_shape(self)
         word = precision.word_bytes
         norm, *blocks = self.layer_parameters()[self.inner_layers.stop :]
-        norm_bytes = sequence_tokens * (shape.hidden_size * (word + precision.product_bytes) + word)
+        kept_bytes = word if blocks else precision.product_bytes
+        norm_bytes = sequence_tokens * (shape.hidden_size * (word + kept_bytes) + word)
         hidden_bytes = sequence_tokens * shape.hidden_size * word
         num_tied = num_elements(norm) - shape.hidden_size if shape.tie_word_embeddings else 0
         head = LayerSpec(
@@ -162,7 +169,7 @@ class DecoderModel(AnyModel):
             num_tied_parameters=num_tied,
             forward_flops=0,
             activation_bytes=norm_bytes,
-            output_bytes=hidden_bytes,
+            output_bytes=hidden_bytes + sequence_tokens * LABEL_BYTES,
             num_early_gradients=shape.hidden_size,
         )
         if not blocks:
@@ -176,16 +183,17 @@ class DecoderModel(AnyModel):
                     pending_bytes=sequence_tokens * (shape.hidden_size + num_rows) * precision.product_bytes,
                 ),
             )
-        carried_bytes = hidden_bytes + sequence_tokens * NUM_SCORES * word
+        scores_bytes = sequence_tokens * NUM_SCORES * word
         rows = (
             LayerSpec(
                 name=f"head.{i}",
                 num_parameters=num_elements(tensors),
                 num_tied_parameters=num_elements(tensors) if shape.tie_word_embeddings else 0,
                 forward_flops=2 * sequence_tokens * num_elements(tensors),
-                activation_bytes=sequence_tokens * _num_rows(tensors) * precision.product_bytes,
-                output_bytes=0 if i == len(blocks) - 1 else carried_bytes,
-                # The input is kept as it came.
+                # The logits once more.
+                extra_backward_flops=2 * sequence_tokens * num_elements(tensors),
+                activation_bytes=scores_bytes,
+                output_bytes=0 if i == len(blocks) - 1 else head.output_bytes + scores_bytes,
                 pending_bytes=sequence_tokens * _num_rows(tensors) * precision.product_bytes,
             )
             for i, tensors in enumerate(blocks)

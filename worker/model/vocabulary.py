@@ -7,6 +7,10 @@ Gradients come back the same way, and each shard adds its part of the input's gr
 Everything is summed in the dtype of parameters; what enters a product is rounded to the dtype of products. Exponents
 are at most 0, so no finite logit overflows. Rows are in blocks, added in their order, whoever holds them.
 
+Of a block's logits nothing stays: a backward makes them again, to the same bits, of the input and of the scores. So a
+shard keeps a few numbers a token for each microbatch in flight, and of logits never more than a block's; but an input
+op puts their gradient aside until the weight op, for to make it a third time costs a third more.
+
 B batch, T tokens, H hidden features, R rows of a block.
 
 Source: sums that are merged, Milakov and Gimelshein, Online normalizer calculation for softmax (2018); shards of the
@@ -15,6 +19,8 @@ their barriers: here a microbatch's scores visit the shards one after the other.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +53,9 @@ class Rows(nn.Module):
 
     def embed(self, x_BTH: Tensor, tokens_BT: Tensor) -> Tensor:
         """`x_BTH` with the rows of those tokens added that are among these."""
-        return _embed(x_BTH, tokens_BT, self.blocks, self.tray, *self.weights)
+        for rows, weight_RH in zip(self.blocks, self.weights, strict=True):
+            x_BTH = _embed(x_BTH, weight_RH, tokens_BT, rows, self.tray)
+        return x_BTH
 
     def score(
         self, x_BTH: Tensor, scores_BT2: Tensor | None, labels_BT: Tensor, dtype: torch.dtype
@@ -63,7 +71,10 @@ class Rows(nn.Module):
         """
         if scores_BT2 is None:
             scores_BT2 = x_BTH.new_tensor([-torch.inf, 0.0]).expand(*labels_BT.shape, 2)
-        return _score(x_BTH, scores_BT2, labels_BT, dtype, self.blocks, self.tray, *self.weights)
+        for rows, weight_RH in zip(self.blocks, self.weights, strict=True):
+            scoring = _Scoring(rows=rows, dtype=dtype)
+            x_BTH, scores_BT2 = _score(x_BTH, scores_BT2, weight_RH, labels_BT, scoring, self.tray)
+        return x_BTH, scores_BT2
 
     def logits(self, x_BTH: Tensor, dtype: torch.dtype) -> Tensor:
         """Logits of these rows, rows in the last dim, in the dtype of products."""
@@ -76,11 +87,35 @@ def cross_entropy(scores_BT2: Tensor, labels_BT: Tensor) -> Tensor:
     return losses_BT.masked_fill(labels_BT == IGNORED_LABEL, 0).sum()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scoring:
+    """Scoring of one block: its rows, and the dtype of its products."""
+
+    rows: range
+    dtype: torch.dtype
+
+    def logits(self, weight_RH: Tensor, x_BTH: Tensor) -> Tensor:
+        """Logits in the dtype of parameters, in a tensor of its own."""
+        logits_BTR = functional.linear(x_BTH.to(self.dtype), weight_RH.to(self.dtype))
+        return logits_BTR.to(weight_RH.dtype)
+
+    def error(
+        self, weight_RH: Tensor, x_BTH: Tensor, scores_BT2: Tensor, grad_BT2: Tensor, labels_BT: Tensor
+    ) -> Tensor:
+        """Gradient of the logits, in the dtype of products, of the scores as they were passed on and their gradient."""
+        error_BTR = self.logits(weight_RH, x_BTH).sub_(scores_BT2[..., :1]).exp_().mul_(grad_BT2[..., :1])
+        columns_BT = _columns(labels_BT, self.rows)
+        own_BT = grad_BT2[..., 1].masked_fill(columns_BT < 0, 0)
+        error_BTR.scatter_add_(-1, columns_BT.clamp(min=0)[..., None], own_BT[..., None])
+        # Rounded with the label taken off, as for the whole matrix: what is left of a likely token is small.
+        return error_BTR.to(self.dtype)
+
+
 class _Context(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
     tray: Tray
-    blocks: tuple[range, ...]
+    rows: range
+    scoring: _Scoring
 
 
 class _Embed(Function):
@@ -88,81 +123,59 @@ class _Embed(Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
-        x_BTH: Tensor,
-        tokens_BT: Tensor,
-        blocks: tuple[range, ...],
-        tray: Tray,
-        *weights: Tensor,
+        ctx: _Context, x_BTH: Tensor, weight_RH: Tensor, tokens_BT: Tensor, rows: range, tray: Tray
     ) -> Tensor:
-        ctx.save_for_backward(tokens_BT, *weights)
-        ctx.blocks, ctx.tray = blocks, tray
-        for rows, weight_RH in zip(blocks, weights, strict=True):
-            columns_BT = _columns(tokens_BT, rows)
-            found_BTH = functional.embedding(columns_BT.clamp(min=0), weight_RH)
-            x_BTH = x_BTH + found_BTH.masked_fill((columns_BT < 0)[..., None], 0)
-        return x_BTH
+        ctx.save_for_backward(weight_RH, tokens_BT)
+        ctx.rows, ctx.tray = rows, tray
+        columns_BT = _columns(tokens_BT, rows)
+        found_BTH = functional.embedding(columns_BT.clamp(min=0), weight_RH)
+        return x_BTH + found_BTH.masked_fill_((columns_BT < 0)[..., None], 0)
 
     @staticmethod
     def backward(ctx: _Context, grad_BTH: Tensor) -> tuple[Tensor | None, ...]:
-        tokens_BT, *weights = ctx.saved_tensors
-        made = []
-        for rows, weight_RH in zip(ctx.blocks, weights, strict=True):
-            columns_BT = _columns(tokens_BT, rows)
-            made.append(ctx.tray.gradient(weight_RH, _rows_here, grad_BTH, columns_BT))
-        return grad_BTH, None, None, None, *made
+        weight_RH, tokens_BT = ctx.saved_tensors
+        made = partial(_rows_here, rows=ctx.rows)
+        return grad_BTH, ctx.tray.gradient(weight_RH, made, grad_BTH, tokens_BT), None, None, None
 
 
 class _Score(Function):
-    """Keeps the input and the logits, in the dtype of products."""
+    """Keeps the input and the scores, those that came and those that go on."""
 
     @staticmethod
     def forward(
         ctx: _Context,
         x_BTH: Tensor,
         scores_BT2: Tensor,
+        weight_RH: Tensor,
         labels_BT: Tensor,
-        dtype: torch.dtype,
-        blocks: tuple[range, ...],
+        scoring: _Scoring,
         tray: Tray,
-        *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        narrow_BTH = x_BTH.to(dtype)
-        (normaliser_BT, label_BT), kept = scores_BT2.unbind(-1), []
-        for rows, weight_RH in zip(blocks, weights, strict=True):
-            logits_BTR = functional.linear(narrow_BTH, weight_RH.to(dtype))
-            kept.append(logits_BTR)
-            wide_BTR = logits_BTR.to(scores_BT2.dtype)
-            normaliser_BT = torch.logaddexp(normaliser_BT, wide_BTR.logsumexp(-1))
-            columns_BT = _columns(labels_BT, rows)
-            own_BT = wide_BTR.gather(-1, columns_BT.clamp(min=0)[..., None]).squeeze(-1)
-            label_BT = label_BT + own_BT.masked_fill(columns_BT < 0, 0)
-        before_BT = scores_BT2[..., 0]
-        ctx.save_for_backward(narrow_BTH, before_BT, normaliser_BT, labels_BT, *weights, *kept)
-        ctx.blocks, ctx.tray = blocks, tray
-        return x_BTH.view_as(x_BTH), torch.stack((normaliser_BT, label_BT), -1)
+        logits_BTR = scoring.logits(weight_RH, x_BTH)
+        normaliser_BT, label_BT = scores_BT2.unbind(-1)
+        columns_BT = _columns(labels_BT, scoring.rows)
+        own_BT = logits_BTR.gather(-1, columns_BT.clamp(min=0)[..., None]).squeeze(-1)
+        made_BT2 = torch.stack(
+            (
+                torch.logaddexp(normaliser_BT, logits_BTR.logsumexp(-1)),
+                label_BT + own_BT.masked_fill_(columns_BT < 0, 0),
+            ),
+            -1,
+        )
+        ctx.save_for_backward(x_BTH, scores_BT2, made_BT2, weight_RH, labels_BT)
+        ctx.scoring, ctx.tray = scoring, tray
+        return x_BTH.view_as(x_BTH), made_BT2
 
     @staticmethod
     def backward(ctx: _Context, grad_BTH: Tensor, grad_BT2: Tensor) -> tuple[Tensor | None, ...]:
-        x_BTH, before_BT, after_BT, labels_BT, *others = ctx.saved_tensors
-        weights, kept = others[: len(ctx.blocks)], others[len(ctx.blocks) :]
-        grad_normaliser_BT, grad_label_BT = grad_BT2.unbind(-1)
-        made = []
-        for rows, weight_RH, logits_BTR in zip(ctx.blocks, weights, kept, strict=True):
-            error_BTR = torch.exp(logits_BTR.to(after_BT.dtype) - after_BT[..., None])
-            error_BTR *= grad_normaliser_BT[..., None]
-            columns_BT = _columns(labels_BT, rows)
-            own_BT = grad_label_BT.masked_fill(columns_BT < 0, 0)
-            error_BTR.scatter_add_(-1, columns_BT.clamp(min=0)[..., None], own_BT[..., None])
-            # Rounded with the label taken off, as for the whole matrix: what is left of a likely token is small.
-            error_BTR = error_BTR.to(x_BTH.dtype)
-            grad_BTH = grad_BTH + error_BTR @ weight_RH.to(x_BTH.dtype)
-            made.append(ctx.tray.gradient(weight_RH, matrix_gradient, error_BTR, x_BTH))
+        x_BTH, before_BT2, after_BT2, weight_RH, labels_BT = ctx.saved_tensors
+        error_BTR = ctx.scoring.error(weight_RH, x_BTH, after_BT2, grad_BT2, labels_BT)
+        grad_BTH = grad_BTH + error_BTR @ weight_RH.to(error_BTR.dtype)
         # Of what was summed before the exponentials' share, and all of the label's logit.
-        grad_before_BT2 = torch.stack(
-            (grad_normaliser_BT * torch.exp(before_BT - after_BT), grad_label_BT), -1
-        )
-        return grad_BTH, grad_before_BT2, None, None, None, None, *made
+        share_BT = torch.exp(before_BT2[..., 0] - after_BT2[..., 0])
+        grad_before_BT2 = torch.stack((grad_BT2[..., 0] * share_BT, grad_BT2[..., 1]), -1)
+        grad_RH = ctx.tray.gradient(weight_RH, _scored, error_BTR, x_BTH)
+        return grad_BTH, grad_before_BT2, grad_RH, None, None, None
 
 
 def _columns(tokens_BT: Tensor, rows: range) -> Tensor:
@@ -171,9 +184,14 @@ def _columns(tokens_BT: Tensor, rows: range) -> Tensor:
     return columns_BT.where((columns_BT >= 0) & (columns_BT < len(rows)), -1)
 
 
-def _rows_here(weight_RH: Tensor, grad_BTH: Tensor, columns_BT: Tensor) -> Tensor:
+def _scored(weight_RH: Tensor, error_BTR: Tensor, x_BTH: Tensor) -> Tensor:
+    # Rounded here, or each block would put aside an input of its own.
+    return matrix_gradient(weight_RH, error_BTR, x_BTH.to(error_BTR.dtype))
+
+
+def _rows_here(weight_RH: Tensor, grad_BTH: Tensor, tokens_BT: Tensor, *, rows: range) -> Tensor:
     # A row more takes what is of other tokens.
-    num_rows = len(weight_RH)
+    num_rows, columns_BT = len(weight_RH), _columns(tokens_BT, rows)
     columns_BT = columns_BT.where(columns_BT >= 0, num_rows)
     made: Tensor = torch.ops.aten.embedding_dense_backward(grad_BTH, columns_BT, num_rows + 1, -1, False)
     return made[:-1]

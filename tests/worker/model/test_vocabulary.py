@@ -162,15 +162,23 @@ def test_shards_begin_with_the_rows_of_the_whole_matrix(split: VocabularySplit) 
             assert torch.equal(parameter, wanted[whole_name][rows_of]), name
 
 
-def test_scores_do_not_depend_on_how_many_hold_the_rows() -> None:
+def test_scores_and_gradients_do_not_depend_on_how_many_hold_the_rows() -> None:
     x_BTH, weight_VH, labels_BT = drawn(5.0, 3)
     blocks = row_blocks(VOCABULARY)
-    alone = rows(weight_VH, blocks).score(x_BTH, None, labels_BT, torch.float64)[1]
-    scores = None
-    for block in blocks:
-        _, scores = rows(weight_VH, [block]).score(x_BTH, scores, labels_BT, torch.float64)
-    assert scores is not None
-    assert torch.equal(alone, scores)
+    found: list[list[Tensor]] = []
+    for shards in ([blocks], [[block] for block in blocks]):
+        held = [rows(weight_VH, shard) for shard in shards]
+        x = x_BTH.clone().requires_grad_()
+        hidden, scores = x, None
+        for one in held:
+            hidden, scores = one.score(hidden, scores, labels_BT, torch.float64)
+        assert scores is not None
+        torch.autograd.backward(cross_entropy(scores, labels_BT))
+        grads = [weight.grad for one in held for weight in one.weights]
+        found.append([scores.detach(), *(grad for grad in (x.grad, *grads) if grad is not None)])
+    alone, apart = found
+    assert len(alone) == len(apart) == 2 + len(blocks)
+    assert all(torch.equal(a, b) for a, b in zip(alone, apart, strict=True))
 
 
 def test_in_bf16_gradients_are_as_near_as_those_of_the_whole_matrix() -> None:
