@@ -22,7 +22,7 @@ from skein.config.data.sources import TextSource
 from skein.config.data.spec import DataSpec
 from skein.config.job import BatchSpec, BudgetSpec, CheckpointSpec, EvaluationSpec, JobSpec, ParallelSpec
 from skein.model.families.llama import LlamaModel, LlamaShape
-from skein.model.rows import VocabularySpec, VocabularySplit
+from skein.model.rows import RowCut, VocabularySpec, VocabularySplit
 from skein.types import JobState
 from skein.wire.views import StepFinished
 
@@ -58,7 +58,7 @@ def make_job(split: VocabularySplit, *, steps: int) -> JobSpec:
         model=LlamaModel(shape=shape),
         data=DataSpec(sources=(text,), sequence_tokens=256),
         batch=BatchSpec(samples=8, microbatch_samples=1),
-        parallel=ParallelSpec(stages=NUM_WORKERS, vocabulary=VocabularySpec(split=split)),
+        parallel=ParallelSpec(stages=NUM_WORKERS, vocabulary=VocabularySpec(split=split, rows=RowCut.EVEN)),
         budget=BudgetSpec(steps=steps),
         evaluation=EvaluationSpec(every_steps=0, samples=4),
         checkpoint=CheckpointSpec(every_steps=0),

@@ -86,6 +86,13 @@ class ParallelSpec(Spec):
         num_outputs = self.stages * (num_ends > 0)
         return self.num_shards - num_outputs, self.num_stages - self.num_shards, num_outputs
 
+    @property
+    def runs(self) -> tuple[range, range, range]:
+        """Stages that are the input's rows, the layers between, and the output's rows."""
+        num_inputs, num_between, num_outputs = self.shares
+        outputs = range(num_inputs + num_between, num_inputs + num_between + num_outputs)
+        return range(num_inputs), range(num_inputs, outputs.start), outputs
+
     def may_have(self, num_stages: int) -> bool:
         """Whether a plan may have so many stages, without the head of `LOOP`."""
         every_chunks = AUTO_CHUNKS if self.chunks == "auto" else (self.chunks,)

@@ -32,6 +32,21 @@ class VocabularySplit(StrEnum):
     AUTO = "auto"
 
 
+class RowCut(StrEnum):
+    """Sizes of shards: equal, by how fast those compute who hold them, or by the memory that they have left."""
+
+    EVEN = "even"
+    SPEED = "speed"
+    MEMORY = "memory"
+
+
+class ShardScope(StrEnum):
+    """Workers that may hold shards: all of the pipeline, or those of the site that its last layers are in."""
+
+    PIPELINE = "pipeline"
+    SITE = "site"
+
+
 class VocabularySpec(Spec):
     """Cut of the matrices over the vocabulary into shards, one for each of `parallel.stages` workers."""
 
@@ -41,6 +56,13 @@ class VocabularySpec(Spec):
     Try it where the vocabulary is large: without, the ends of the pipeline have more to do, and to hold, than others.
     `auto`: whatever a first plan is shortest with, where cutting shortens it by a twentieth or nothing else fits.
     """
+    rows: RowCut = RowCut.SPEED
+    """`speed`: shards as equal as can be, and fewer rows for slow workers where a search finds that shorter; by memory
+    where equal ones do not fit. `even`: equal, one of each end on each worker. `memory`: likewise one of each, with as
+    many rows as its worker has memory left for, beside its layers between the ends: take it where memory is short."""
+    scope: ShardScope = ShardScope.PIPELINE
+    """`site`: on workers of the site that the last layers before the output are in. Take it where sites are far apart:
+    a microbatch crosses from site to site once for the shards, rather than from shard to shard."""
 
     @property
     def num_ends(self) -> int:

@@ -19,11 +19,12 @@ import numpy as np
 
 from skein.config.job import JobSpec
 from skein.errors import UserError
+from skein.model.rows import RowCut, ShardScope
 from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
 from skein.plan.changing.clauses import About, Clause, Clauses
 from skein.plan.changing.easing import with_cure
 from skein.plan.changing.leeway import is_settled, settled, settlings, weighed_s
-from skein.plan.changing.shards import shard_clauses
+from skein.plan.changing.shards import SeatedShards, is_near, seat_shards, shard_clauses
 from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import too_few, violations
 from skein.plan.clock.listed import timed_schedules
@@ -268,19 +269,47 @@ def _replan(setting: Setting, previous: Plan) -> Plan | None:
     # Who is too slow for a microbatch holds silently, where that can be.
     kept = of_use(demand, setting.pool, held) if setting.job.aggregation.is_additive else held
     seating = reseat(demand, setting.pool, kept) or seat(demand, setting.pool)
+    if seating is not None and not _is_in_scope(setting, seating):
+        found = _with_places(setting, previous.stages, by_memory=False)
+        seating = found.seating if isinstance(found, SeatedShards) else seating
     return None if seating is None else _finish(setting, previous.stages, seating, previous)
 
 
+def _is_in_scope(setting: Setting, seating: Seating) -> bool:
+    """Whether shards that are to be in the site of the last layers between the ends are there."""
+    _, between, outputs = setting.job.parallel.runs
+    if setting.job.parallel.vocabulary.scope is ShardScope.PIPELINE or not outputs:
+        return True
+    near = is_near(setting.fleet, seating.holders[between[-1]])
+    shards = [stage for run in setting.job.parallel.runs[::2] for stage in run]
+    return all(near[worker] for stage in shards for worker in seating.holders[stage])
+
+
 def _plan_afresh(setting: Setting, even: tuple[StageSpec, ...]) -> Plan | Infeasible:
-    seating = _seated(setting, even)
-    if seating is not None:
-        return _finish(setting, even, seating, None)
+    parallel, vocabulary = setting.job.parallel, setting.job.parallel.vocabulary
+    is_beside = vocabulary.rows is not RowCut.MEMORY and vocabulary.scope is ShardScope.PIPELINE
+    if is_beside or not parallel.num_shards:
+        seating = _seated(setting, even)
+        if seating is not None:
+            return _finish(setting, even, seating, None)
+    elif vocabulary.rows is not RowCut.MEMORY:
+        found = _with_places(setting, even, by_memory=False)
+        if found is not None:
+            return _finished(setting, found)
+    if parallel.num_shards and vocabulary.rows is not RowCut.EVEN:
+        found = _with_places(setting, even, by_memory=True)
+        if found is not None:
+            return _finished(setting, found)
     fitting = cut_under_memory(setting.job, setting.pool)
     if isinstance(fitting, Infeasible):
         return with_cure(fitting, setting.job, setting.pool)
     seating = reseat(setting.demand(fitting.stages), setting.pool, enumerate(fitting.worker_by_stage))
     assert seating is not None, "every stage has a worker with room for it"
     return _finish(setting, fitting.stages, seating, None)
+
+
+def _finished(setting: Setting, found: SeatedShards | Infeasible) -> Plan | Infeasible:
+    return found if isinstance(found, Infeasible) else _finish(setting, found.stages, found.seating, None)
 
 
 def _seated(setting: Setting, stages: Sequence[StageSpec]) -> Seating | None:
@@ -297,32 +326,57 @@ def _seated(setting: Setting, stages: Sequence[StageSpec]) -> Seating | None:
     return _seated_together(setting, stages, 1)
 
 
+def _with_places(
+    setting: Setting, stages: Sequence[StageSpec], *, by_memory: bool
+) -> SeatedShards | Infeasible | None:
+    """Layers between the ends as if they were all there is, and shards of the vocabulary where they may be."""
+    demand, between = setting.demand(stages), [*setting.job.parallel.runs[1]]
+    alone = replace(
+        demand,
+        flops=demand.flops[between],
+        memory_bytes=demand.memory_bytes[between],
+        spared_bytes={},
+    )
+    seating = _seated_by(alone, setting.pool, len(between) // setting.job.parallel.stages)
+    if seating is None:
+        return None
+    return seat_shards(setting.job, setting.fleet, stages, seating, setting.demand, by_memory=by_memory)
+
+
+def _seated_by(demand: Demand, pool: Pool, num_chunks: int) -> Seating | None:
+    """Holders of stages without shards, so many beside each other together."""
+    together = [[*range(at, at + num_chunks)] for at in range(0, len(demand.flops), num_chunks)]
+    return _seated_jointly(demand, pool, together)
+
+
 def _seated_together(setting: Setting, stages: Sequence[StageSpec], num_chunks: int) -> Seating | None:
     """Holders of all stages: so many beside each other together, and a shard of each end with some of them."""
     demand, parallel = setting.demand(stages), setting.job.parallel
     if num_chunks == 1 and not parallel.num_shards:
         return seat(demand, setting.pool)
-    inputs, between, outputs = (
-        range(sum(parallel.shares[:end]), sum(parallel.shares[: end + 1]))
-        for end in range(len(parallel.shares))
-    )
+    inputs, between, outputs = parallel.runs
     together = [[*between[at : at + num_chunks]] for at in range(0, len(between), num_chunks)]
     # A worker's chunks lie beside each other.
     bases = together[:: len(together) // parallel.stages]
     for shards in (inputs, outputs):
         for held, shard in zip(bases, shards, strict=False):
             held.append(shard)
+    return _seated_jointly(demand, setting.pool, together)
+
+
+def _seated_jointly(demand: Demand, pool: Pool, together: Sequence[Sequence[int]]) -> Seating | None:
+    """Holders of all stages, of which some lie together."""
     joint = replace(
         demand,
-        flops=np.array([demand.flops[held].sum() for held in together]),
+        flops=np.array([demand.flops[[*held]].sum() for held in together]),
         memory_bytes=np.array([demand.bytes_of(held) for held in together]),
         spared_bytes=demand.spared_between(together),
     )
-    seating = seat(joint, setting.pool)
+    seating = seat(joint, pool)
     if seating is None:
         return None
     placed = zip(together, seating.holders, strict=True)
-    return reseat(demand, setting.pool, [(s, w) for held, workers in placed for s in held for w in workers])
+    return reseat(demand, pool, [(s, w) for held, workers in placed for s in held for w in workers])
 
 
 def _finish(setting: Setting, stages: tuple[StageSpec, ...], seating: Seating, previous: Plan | None) -> Plan:

@@ -16,6 +16,7 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.layers import LayerSpec
+from skein.model.rows import RowCut
 from skein.plan.load import ends_spared_bytes, span_bytes
 from skein.plan.place import Pool
 from skein.plan.plan import Infeasible
@@ -145,8 +146,10 @@ def cut_under_memory(job: JobSpec, pool: Pool) -> FittingCut | Infeasible:
     count as the slowest and the smallest of them.
     """
     if job.parallel.num_shards:
-        reason = "no even cut into shards of the vocabulary fits the workers' memory"
-        return Infeasible(reason=f"{reason}: set more parallel.stages, or add workers")
+        rows = job.parallel.vocabulary.rows
+        evenly, cure = ("even ", "parallel.vocabulary.rows: memory, ") if rows is RowCut.EVEN else ("", "")
+        reason = f"no {evenly}cut into shards of the vocabulary fits the workers' memory"
+        return Infeasible(reason=f"{reason}: set {cure}more parallel.stages, or add workers")
     nearest = None
     for most_held in sorted({1, job.parallel.num_stages}):
         programme = _programme(job, pool, most_held)

@@ -1,6 +1,7 @@
 """Plans of models whose vocabulary is cut: every row once, a shard of each end for every worker."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -9,12 +10,13 @@ from skein.errors import UserError
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.reduced import reduced_by_group
 from skein.model.rows import VocabularySpec, VocabularySplit, parse_block
+from skein.plan.balanced import make_balanced_plan
 from skein.plan.changing.leeway import settled, settlings
 from skein.plan.changing.recut import recut
 from skein.plan.check import violations
 from skein.plan.cut import check_job, cut_job
 from skein.plan.load import stage_loads
-from skein.plan.plan import Plan
+from skein.plan.plan import Infeasible, Plan
 from skein.plan.searched import make_searched_plan
 from skein.types import StageSpec, Tied
 from tests.plan.builders import fleet, job, link, planned
@@ -178,3 +180,96 @@ def test_a_plans_reason_says_who_holds_which_rows() -> None:
             told = [f"{rows[0].start} to {rows[-1].stop - 1} on {worker}" for rows, worker in held]
             assert f"rows of the {end}: {', '.join(told)}" in str(plan.reason)
     assert "rows of" not in str(planned(job(), on).reason)
+
+
+def with_rows(spec: JobSpec, **changes: object) -> JobSpec:
+    """`spec` with other settings of its vocabulary."""
+    given = spec.model_dump(mode="json")
+    given["parallel"]["vocabulary"] |= changes
+    return JobSpec.model_validate(given)
+
+
+def shards_by_worker(spec: JobSpec, plan: Plan) -> dict[str, list[int]]:
+    """Rows of each shard that a worker holds, the input's first."""
+    found: dict[str, list[int]] = {}
+    for run in spec.parallel.runs[::2]:
+        for stage in run:
+            for worker in plan.holders(plan.stages[stage].index):
+                found.setdefault(worker, []).append(sum(map(len, rows_of(spec, plan.stages[stage]))))
+    return found
+
+
+@pytest.mark.parametrize("is_searched", [False, True], ids=["first", "searched"])
+def test_even_rows_are_one_equal_shard_of_each_end_on_each_worker(*, is_searched: bool) -> None:
+    spec = with_rows(sharded(VocabularySplit.BOTH, rows=32_000), rows="even")
+    spec = spec.model_copy(update={"plan": PlanSpec(budget_s=0.3)})
+    on = fleet([2e9, 1e9, 2e9, 1.5e9])
+    plan = make_searched_plan(spec, on, None, 0) if is_searched else planned(spec, on)
+    assert isinstance(plan, Plan)
+    assert list(violations(plan, spec, on)) == []
+    assert shards_by_worker(spec, plan) == {f"w{i}": [8000, 8000] for i in range(4)}
+    if not is_searched:
+        uneven = recut(spec, on, plan)
+        assert uneven is not None
+        assert shards_by_worker(spec, uneven) == shards_by_worker(spec, plan)
+
+
+@pytest.mark.parametrize("rows", ["memory", "speed"])
+def test_who_has_less_memory_has_fewer_rows(rows: str) -> None:
+    spec = with_rows(sharded(VocabularySplit.BOTH, rows=60_000), rows="even")
+    needed_bytes = max(held_bytes(spec, planned(spec, fleet([1e9] * 4))).values())
+    on = fleet([1e9] * 4, memory_bytes=[needed_bytes * 13 // 10] * 3 + [needed_bytes * 7 // 10])
+    refused = make_balanced_plan(spec, on, None, 0)
+    assert isinstance(refused, Infeasible)
+    assert "set parallel.vocabulary.rows: memory" in refused.reason
+    fitting = with_rows(spec, rows=rows)
+    plan = planned(fitting, on)
+    assert list(violations(plan, fitting, on)) == []
+    held = shards_by_worker(fitting, plan)
+    assert all(inputs == outputs for inputs, outputs in held.values())
+    assert held["w3"][0] < 0.6 * min(held[f"w{i}"][0] for i in range(3))
+
+
+SITES = ("a", "a", "a", "a", "b", "b", "b", "b")
+
+
+@pytest.mark.parametrize("is_searched", [False, True], ids=["first", "searched"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_shards_of_a_site_are_where_the_last_layers_are(split: VocabularySplit, *, is_searched: bool) -> None:
+    spec = with_rows(sharded(split, stages=8, rows=32_000), scope="site")
+    spec = spec.model_copy(update={"plan": PlanSpec(budget_s=0.3)})
+    far = [
+        link(f"w{i}", f"w{j}", 0.0 if SITES[i] == SITES[j] else 0.02, 1e8)
+        for i in range(8)
+        for j in range(8)
+        if i != j
+    ]
+    on = fleet([1e9] * 8, sites=SITES, links=far)
+    first = planned(spec, on)
+    for plan in (first, make_searched_plan(spec, on, None, 0) if is_searched else planned(spec, on, first)):
+        assert isinstance(plan, Plan)
+        assert list(violations(plan, spec, on)) == []
+        last = spec.parallel.runs[1][-1]
+        (site,) = {SITES[int(worker[1:])] for worker in plan.holders(plan.stages[last].index)}
+        held = shards_by_worker(spec, plan)
+        assert {SITES[int(worker[1:])] for worker in held} == {site}
+        assert len(held) == 4
+
+
+def test_shards_of_a_site_with_one_worker_are_refused() -> None:
+    spec = with_rows(sharded(VocabularySplit.BOTH), scope="site")
+    refused = make_balanced_plan(spec, fleet([1e9] * 4, sites=("a", "b", "c", "d")), None, 0)
+    assert isinstance(refused, Infeasible)
+    assert refused.reason.startswith("parallel.vocabulary.scope: site: ")
+    assert "has one worker: give pipeline, or add workers there" in refused.reason
+
+
+def test_a_site_that_is_lost_leaves_shards_where_there_is_room() -> None:
+    spec = with_rows(sharded(VocabularySplit.BOTH), scope="site")
+    on = fleet([1e9] * 4, sites=("a", "a", "b", "b"))
+    plan = planned(spec, on)
+    site = {"w0": "a", "w1": "a", "w2": "b", "w3": "b"}[next(iter(shards_by_worker(spec, plan)))]
+    left = replace(on, workers=tuple(x for x in on.workers if x.site != site))
+    again = planned(spec, left, plan)
+    assert list(violations(again, spec, left)) == []
+    assert {x.worker for x in left.workers} >= shards_by_worker(spec, again).keys()

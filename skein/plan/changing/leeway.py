@@ -11,7 +11,7 @@ Rules of this file
 from collections.abc import Iterator
 
 from skein.config.job import AUTO_CHUNKS, JobSpec
-from skein.model.rows import VocabularySpec, VocabularySplit
+from skein.model.rows import VocabularySplit
 from skein.plan.cut import most_shards, most_stages
 from skein.plan.plan import Plan
 
@@ -100,7 +100,8 @@ def _with_chunks(job: JobSpec, chunks: int) -> JobSpec:
 
 def _with_shards(job: JobSpec, split: VocabularySplit) -> JobSpec:
     # The model keeps the blocks that it has.
-    parallel = job.parallel.model_copy(update={"vocabulary": VocabularySpec(split=split)})
+    vocabulary = job.parallel.vocabulary.model_copy(update={"split": split})
+    parallel = job.parallel.model_copy(update={"vocabulary": vocabulary})
     return job.model_copy(update={"parallel": parallel})
 
 

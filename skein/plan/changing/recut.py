@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from skein.config.job import JobSpec
+from skein.model.rows import RowCut
 from skein.plan.balanced import make_balanced_plan, pool_of
 from skein.plan.changing.clauses import About
 from skein.plan.changing.silent import working
@@ -37,6 +38,10 @@ def recut(job: JobSpec, fleet: Fleet, plan: Plan) -> Plan | None:
         shares = [(position[chunk.worker], num_held[chunk.worker]) for chunk in held]
         speeds.append(float(sum(pool.speeds[at] / count for at, count in shares)) / max(1, num_visits))
         rooms_bytes.append(float(min(pool.memory_bytes[at] // count for at, count in shares)))
+    if job.parallel.vocabulary.rows is not RowCut.SPEED:
+        # A shard as fast as it has rows is cut as it was.
+        for index in (*job.parallel.runs[0], *job.parallel.runs[2]):
+            speeds[index] = float(plan.stages[index].stop - plan.stages[index].first)
     stages = cut_within(job, list(np.array(speeds) / max(speeds)), rooms_bytes)
     if stages is None or stages == plan.stages:
         return None

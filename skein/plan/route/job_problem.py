@@ -7,6 +7,8 @@ import numpy as np
 
 from skein.config.job import JobSpec
 from skein.model.reduced import reduced_by_group
+from skein.model.rows import RowCut, ShardScope
+from skein.plan.changing.shards import is_near
 from skein.plan.changing.silent import working
 from skein.plan.clock.timing import op_times
 from skein.plan.load import LEAST_SHARD_BYTES, StageLoad, spared_bytes, stage_loads, together_bytes
@@ -14,6 +16,7 @@ from skein.plan.paths import shares
 from skein.plan.place import Pool
 from skein.plan.plan import Infeasible, Plan
 from skein.plan.route.problem import F64, I64, Problem, Reduction, SharedMemory
+from skein.plan.route.room import are_placed
 from skein.plan.route.start import first_paths
 from skein.topology.fleet import Fleet
 
@@ -87,9 +90,29 @@ def pose(job: JobSpec, fleet: Fleet, plan: Plan, pool: Pool, *, move_s: F64 | No
         chunks_per_worker=most_held,
         is_split=any(path.split for path in plan.paths),
     )
+    problem = _with_places(problem, job, fleet, worker_of)
     return Posed(
         problem=problem, pool=pool, loads=loads, worker_of=worker_of, path=path, even_slots=even_slots
     )
+
+
+def _with_places(problem: Problem, job: JobSpec, fleet: Fleet, worker_of: I64) -> Problem:
+    """`problem` with the places that its job allows shards of the vocabulary, if they are there now."""
+    vocabulary, (inputs, between, outputs) = job.parallel.vocabulary, job.parallel.runs
+    if not outputs:
+        return problem
+    apart = () if vocabulary.rows is RowCut.SPEED else tuple(run for run in (inputs, outputs) if run)
+    kept = replace(problem, apart=apart)
+    if not are_placed(kept, worker_of):
+        kept = problem
+    if vocabulary.scope is ShardScope.SITE:
+        near = is_near(fleet, worker_of[problem.stage_of == between[-1]].tolist())
+        barred = np.zeros(problem.slots.shape, np.bool_)
+        for stage in (*inputs, between[-1], *outputs):
+            barred[:, stage] = ~near
+        limited = replace(kept, barred=barred, slots=np.where(barred, 0, problem.slots))
+        kept = limited if are_placed(limited, worker_of) else kept
+    return kept
 
 
 def resized(posed: Posed) -> Posed | None:

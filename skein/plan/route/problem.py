@@ -21,6 +21,7 @@ from skein.types import Layout
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,6 +108,8 @@ class Problem:
         reduction: None if aggregation is left out.
         move_s: (num_workers, num_stages) what it costs to bring a stage to a worker, spread over the steps to come; 0
             where it is held already. None: all 0.
+        apart: runs of stages of which a worker holds one chunk at most; of any stage it holds one.
+        barred: (num_workers, num_stages) where no chunk of a stage may be; None: nowhere.
         chunks_per_worker: at most so many; None: as many as are needed if all hold equally many.
         is_split: backwards are an input op and a weight op each, but that of the loss of a LOOP.
         weight_s: (num_workers, num_stages) part of `backward_s` that weight ops take; None: a usual share of it.
@@ -128,6 +131,8 @@ class Problem:
     memory: SharedMemory | None = None
     reduction: Reduction | None = None
     move_s: F64 | None = None
+    apart: tuple[range, ...] = ()
+    barred: Mask | None = None
     chunks_per_worker: int | None = None
     is_split: bool = False
     weight_s: F64 | None = None
@@ -226,6 +231,14 @@ class Problem:
     def stage_of(self) -> I64:
         """(num_chunks,) stage of each chunk."""
         return np.repeat(np.arange(self.num_stages), self.stage_sizes).astype(np.int64)
+
+    @cached_property
+    def apart_chunks(self) -> I64:
+        """(num_stages, 2) of each stage the first chunk, and the end, of those of which a worker holds one at most."""
+        runs = [range(stage, stage + 1) for stage in range(self.num_stages)]
+        for run in self.apart:
+            runs[run.start : run.stop] = [run] * len(run)
+        return np.array([[self.first_chunk[run.start], self.first_chunk[run.stop]] for run in runs], np.int64)
 
     @cached_property
     def skippable(self) -> tuple[int, ...]:

@@ -54,12 +54,22 @@ def with_room(problem: Problem, routing: Routing) -> Problem | Crowded:
 
 
 def may_hold(problem: Problem, worker_of: I64) -> bool:
-    """Whether each worker has a slot for each of its chunks."""
+    """Whether each worker has a slot for each of its chunks, and all are where they may be."""
+    if not are_placed(problem, worker_of):
+        return False
     if problem.memory is None:
         return bool((problem.slots[worker_of, problem.stage_of] > 0).all())
     least_bytes = problem.memory.fixed_by_worker(worker_of, problem.stage_of)
     np.add.at(least_bytes, worker_of, problem.memory.slot_bytes[problem.stage_of])
     return bool((least_bytes <= problem.memory.memory_bytes).all())
+
+
+def are_placed(problem: Problem, worker_of: I64) -> bool:
+    """Whether no chunk is where it is barred, or on a worker with another that it is to be apart from."""
+    if problem.barred is not None and problem.barred[worker_of, problem.stage_of].any():
+        return False
+    runs = (worker_of[problem.first_chunk[x.start] : problem.first_chunk[x.stop]] for x in problem.apart)
+    return all(len(set(held.tolist())) == len(held) for held in runs)
 
 
 def _crowded(worker_of: I64, peaks: I64, fitting: np.ndarray) -> Crowded:

@@ -32,6 +32,7 @@ class Fixed(NamedTuple):
 
     stage_of: I64
     first_chunk: I64
+    apart_chunks: I64
     ops: I64
     graph: I64 | None
     spent_s: F64
@@ -88,6 +89,7 @@ def fixed(problem: Problem) -> Fixed:
     return Fixed(
         stage_of=problem.stage_of,
         first_chunk=problem.first_chunk,
+        apart_chunks=problem.apart_chunks,
         ops=op_array(problem.ops),
         graph=None if is_line(problem.ops) else op_array(problem.ops),
         spent_s=_solid(

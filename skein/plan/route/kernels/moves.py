@@ -90,7 +90,8 @@ def _sort_stages(fixed: Fixed, path: I64, m: int) -> None:
 
 @compiled
 def _holds_stage(fixed: Fixed, state: State, worker: int, stage: int, except_chunk: int) -> bool:
-    for chunk in range(fixed.first_chunk[stage], fixed.first_chunk[stage + 1]):
+    """Whether `worker` holds a chunk of that stage, or of one that is to be apart from it."""
+    for chunk in range(fixed.apart_chunks[stage, 0], fixed.apart_chunks[stage, 1]):
         if chunk != except_chunk and state.holder[chunk] == worker:
             return True
     return False
@@ -98,7 +99,7 @@ def _holds_stage(fixed: Fixed, state: State, worker: int, stage: int, except_chu
 
 @compiled
 def _may_sit(fixed: Fixed, state: State, seat: int, worker: int) -> bool:
-    """Whether `worker` has room for the chunk of `seat` and holds none of its stage yet."""
+    """Whether `worker` has room for the chunk of `seat` and holds none of its stage, or of those apart from it, yet."""
     if seat >= len(fixed.stage_of):
         return True
     stage = fixed.stage_of[seat]
