@@ -59,8 +59,9 @@ class Case:
             size = (2, self.num_samples, _TOKENS)
             tokens, labels = torch.from_numpy(drawn.integers(self.model.vocab_size, size=size))
             return tokens, labels
-        images = torch.from_numpy(drawn.standard_normal((self.num_samples, 1, 8, 8))).to(dtype)
-        return images, torch.from_numpy(drawn.integers(10, size=self.num_samples))
+        shape = self.model.labelled.sample if isinstance(self.model, MlpModel) else (1, 8, 8)
+        samples = torch.from_numpy(drawn.standard_normal((self.num_samples, *shape))).to(dtype)
+        return samples, torch.from_numpy(drawn.integers(10, size=self.num_samples))
 
 
 MLP = Case(
@@ -77,8 +78,8 @@ DECODER = Case(
     num_samples=16,
 )
 LARGE = Case(
-    what="MLP 64-784-512-512-10, batch 128",
-    model=MlpModel(family="mlp", widths=(784, 512, 512)),
+    what="MLP 784-512-512-10, batch 128",
+    model=MlpModel(family="mlp", widths=(512, 512), num_features=784),
     num_samples=128,
 )
 OPTIMIZERS: tuple[OptimizerSpec, ...] = (AdamWSpec(), SgdSpec(name="sgd"), LambSpec(name="lamb"))
