@@ -1,9 +1,13 @@
 """Links are good once and for minutes, sessions for hours, and there are few of both."""
 
 from skein.wire.identity.names import Caller, CallerRole
-from skein.wire.serving.sessions import LINK_S, MAX_LINKS, MAX_SESSIONS, SESSION_S, Sessions
+from skein.wire.serving.sessions import LINK_S, MAX_LINKS, MAX_OF_ONE, MAX_SESSIONS, SESSION_S, Sessions
 
 READER = Caller(name="ada", role=CallerRole.VIEWER)
+
+
+def reader(number: int) -> Caller:
+    return Caller(name=f"reader-{number}", role=CallerRole.VIEWER)
 
 
 def test_a_link_is_good_once() -> None:
@@ -28,10 +32,23 @@ def test_links_and_sessions_end() -> None:
 
 def test_the_oldest_goes_for_a_new_one() -> None:
     sessions = Sessions()
-    links = [sessions.link(READER, now=0.0) for _ in range(MAX_LINKS + 1)]
+    links = [sessions.link(reader(number), now=0.0) for number in range(MAX_LINKS + 1)]
     assert [sessions.redeem(link, now=1.0) is None for link in links[:2]] == [True, False]
-    opened = [sessions.redeem(sessions.link(READER, now=1.0), now=1.0) or "" for _ in range(MAX_SESSIONS + 1)]
-    assert [sessions.reader(session, now=1.0) for session in opened[:2]] == [None, READER]
+    readers = [reader(number) for number in range(MAX_SESSIONS + 1)]
+    opened = [sessions.redeem(sessions.link(each, now=1.0), now=1.0) or "" for each in readers]
+    assert [sessions.reader(session, now=1.0) for session in opened[:2]] == [None, readers[1]]
+
+
+def test_who_asks_for_many_puts_out_nobody_but_itself() -> None:
+    sessions = Sessions()
+    link, kept = (sessions.link(READER, now=0.0) for _ in range(2))
+    session = sessions.redeem(link, now=0.0) or ""
+    greedy = [sessions.link(reader(0), now=0.0) for _ in range(MAX_LINKS)]
+    assert [sessions.redeem(each, now=0.0) is None for each in greedy].count(False) == MAX_OF_ONE
+    many = [sessions.redeem(sessions.link(reader(0), now=0.0), now=0.0) or "" for _ in range(MAX_SESSIONS)]
+    assert [sessions.reader(each, now=0.0) is None for each in many].count(False) == MAX_OF_ONE
+    assert sessions.reader(session, now=0.0) == READER
+    assert sessions.redeem(kept, now=0.0) is not None
 
 
 def test_what_nobody_made_is_nothing() -> None:

@@ -3,7 +3,8 @@
 Rules of this file
 - A link is good once, and not for long; what it becomes is a session, which nobody else has seen. Both are random, and
   only their hashes are kept, with who they were made for.
-- There are few of both: the oldest goes for a new one. All are forgotten when the process ends.
+- There are few of both, and fewer of one reader: its oldest goes for a new one, so that nobody puts out the others, and
+  else the oldest of all. All are forgotten when the process ends.
 """
 
 import hashlib
@@ -16,6 +17,8 @@ LINK_S = 300.0
 """To open a link in."""
 SESSION_S = 8 * 3600.0
 MAX_LINKS, MAX_SESSIONS = 32, 64
+MAX_OF_ONE = 4
+"""Links, and sessions, of one reader."""
 _NUM_BYTES = 32
 
 
@@ -51,7 +54,10 @@ class _Secrets:
 
     def new(self, reader: Caller, now: float) -> str:
         text = secrets.token_urlsafe(_NUM_BYTES)
-        while len(self._known) >= self._most:
+        own = [known for known, (owner, _) in self._known.items() if owner == reader]
+        if len(own) >= MAX_OF_ONE:
+            del self._known[own[0]]
+        elif len(self._known) >= self._most:
             self._known.popitem(last=False)
         self._known[_hash(text)] = reader, now + self._seconds
         return text
