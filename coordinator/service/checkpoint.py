@@ -6,6 +6,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from threading import Lock, Thread
+from weakref import WeakValueDictionary
 
 from coordinator.checkpoints import CheckpointStore, Upload
 from coordinator.driver import Driver
@@ -23,14 +24,15 @@ from skein.wire import codec
 from skein.wire.channel import PART_BYTES
 from skein.wire.context import Context
 from skein.wire.extra import FileData, FileEnd, GetStart, ManifestReply, PutPart, PutReply, PutStart
+from skein.wire.identity.names import LOCAL, caller_of
 from skein.wire.mapping import check_request
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from skein.wire.views import CheckpointView
 
 PART_S = 60.0
 """Silence after which an upload is given up."""
-MAX_UPLOADS = 32
-"""Uploads that are written at once; more wait for their turn."""
+MAX_UPLOADS, MAX_OF_ONE = 32, 8
+"""Uploads that are written at once, in all and of one worker; more wait for their turn."""
 _DISK = "the coordinator's checkpoints"
 
 
@@ -46,11 +48,13 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
         self._store = store
         self._outside = Outside() if outside is None else outside
         self._uploads = asyncio.Semaphore(MAX_UPLOADS)
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """Turns of workers that upload, by what their certificates say."""
 
     async def Put(
         self, request_iterator: AsyncIterator[checkpoint_pb2.PutPart], context: Context
     ) -> checkpoint_pb2.PutReply:
-        async with self._uploads:
+        async with self._turn(context), self._uploads:
             start = await _next(request_iterator)
             if not isinstance(start, PutStart):
                 raise RemoteError(f"{type(start).__name__} before PutStart")
@@ -61,6 +65,13 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
             existing = None if start.version in job.damaged else _checkpoint(job, start.version)
             reply = await self._take(start, existing, request_iterator)
         return codec.PUT_REPLY.encode(reply)
+
+    def _turn(self, context: Context) -> asyncio.Semaphore:
+        """Turn of one worker among its own uploads, so that it cannot hold up all others'."""
+        caller = caller_of(context)
+        if caller is None or caller == LOCAL:
+            return asyncio.Semaphore(MAX_OF_ONE)
+        return self._turns.setdefault(caller.host, asyncio.Semaphore(MAX_OF_ONE))
 
     async def _take(
         self,

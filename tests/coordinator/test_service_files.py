@@ -3,9 +3,11 @@
 import asyncio
 import hashlib
 import threading
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import cast
 
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ from skein.protocol.messages.directives import CheckpointFile
 from skein.storage.outside import Outside, Synced
 from skein.types import Condition
 from skein.wire import codec
-from skein.wire.extra import FileData, FileEnd, GetStart, PutStart
+from skein.wire.context import Context
+from skein.wire.extra import FileData, FileEnd, GetStart, PutPart, PutStart
+from skein.wire.identity.names import worker_caller
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from skein.wire.views import CheckpointView
 from tests.coordinator.builders import WAIT_S, checkpointed, committed, eventually, submitted
@@ -115,6 +119,47 @@ async def test_a_checkpoints_file_that_is_gone_is_not_found(tmp_path: Path) -> N
         with pytest.raises(aio.AioRpcError, match="cannot be read: No such file") as gone:
             [_ async for _ in checkpoint_pb2_grpc.CheckpointStub(channel).Get(request)]
         assert gone.value.code() is StatusCode.NOT_FOUND
+
+
+class Uploading:
+    """The context of a worker's upload."""
+
+    def __init__(self, name: str) -> None:
+        self._shown = {
+            "transport_security_type": [b"ssl"],
+            "x509_subject_alternative_name": [worker_caller(name).uri.encode()],
+        }
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return self._shown
+
+
+async def test_a_worker_that_uploads_without_end_leaves_room_for_others(tmp_path: Path) -> None:
+    log_with_steps(tmp_path)
+
+    async def parts(*later: PutPart) -> AsyncIterator[checkpoint_pb2.PutPart]:
+        job, version = submitted("digits-1").job, committed("", 3, wall_s=0).record.step
+        yield codec.PUT_PART.encode(PutStart(job=job, version=version, name=FILE.name, num_bytes=len(DATA)))
+        for part in later:
+            yield codec.PUT_PART.encode(part)
+        if not later:
+            await asyncio.Event().wait()
+
+    async with coordinator(tmp_path) as running:
+        store = CheckpointStore(tmp_path / "checkpoints", reserved_bytes=0)
+        service = checkpoint_service.Checkpoint(running.driver, store)
+
+        def uploads(name: str, *later: PutPart) -> "asyncio.Task[checkpoint_pb2.PutReply]":
+            return asyncio.create_task(service.Put(parts(*later), cast(Context, Uploading(name))))
+
+        greedy = [uploads("greedy") for _ in range(2 * checkpoint_service.MAX_UPLOADS)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(WAIT_S):
+            reply = await uploads("honest", FileData(data=DATA), FileEnd(sha256=FILE.sha256))
+        assert reply.num_bytes == len(DATA)
+        for upload in greedy:
+            upload.cancel()
+        await asyncio.gather(*greedy, return_exceptions=True)
 
 
 async def test_a_disk_that_does_not_answer_fails_the_upload_and_nothing_else(
