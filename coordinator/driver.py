@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from hmac import compare_digest
 from itertools import islice
 from typing import Protocol, assert_never
 
@@ -289,7 +290,9 @@ class Driver:
             case _Opened():
                 stream = item.stream
                 older = self._streams.get(stream.key)
-                is_other = older is not None and older.secret != stream.secret
+                is_other = older is not None and not compare_digest(
+                    older.secret.encode(), stream.secret.encode()
+                )
                 if is_other and not self.machine.membership.is_from_holder(item.hello):
                     # What the machine said to this name and incarnation would go to the one who has them.
                     reason = f"another process is {stream.worker}, incarnation {stream.incarnation}"

@@ -322,7 +322,7 @@ def _start_ray(options: CoordinatorOptions, state_dir: Path, undo: ExitStack) ->
 
     try:
         if options.ray_address is not None:
-            return cluster.connect(options.ray_address)
+            return cluster.connect(options.ray_address, allow_insecure=options.allow_insecure)
         return cluster.start_local(
             folder.path, num_cpus=options.num_cpus, object_store_bytes=options.object_store_bytes
         )

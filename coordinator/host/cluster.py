@@ -5,10 +5,12 @@ The environment that Ray reads has to be set before this module is imported; see
 
 import hashlib
 import logging
+import os
 import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
@@ -33,6 +35,7 @@ _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTING
 """RFC 9113, 3.4: a connection preface with empty settings; a server answers with settings of its own."""
 
 
+_log = logging.getLogger("coordinator")
 _VITAL = {"gcs_server", "raylet"}
 """Names of the processes without which a cluster is none."""
 
@@ -92,13 +95,18 @@ def start_local(temp_dir: Path, *, num_cpus: int, object_store_bytes: int) -> Cl
     return Cluster([child for child in psutil.Process().children() if child.name() in _VITAL])
 
 
-def connect(address: str) -> Cluster:
+def connect(address: str, *, allow_insecure: bool = False) -> Cluster:
     """The cluster whose head is at `address`.
 
+    Args:
+        allow_insecure: also where strangers may reach it.
+
     Raises:
-        UserError: none is there, or it does not let us in.
+        UserError: none is there, it does not let us in, or it may let strangers in.
     """
-    _require_head(address)
+    host = _require_head(address)
+    if not allow_insecure:
+        require_closed(address, host, os.environ.get("RAY_AUTH_MODE", ""))
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (RayError, RuntimeError, OSError, ValueError) as error:
@@ -107,19 +115,37 @@ def connect(address: str) -> Cluster:
     return Cluster()
 
 
-def _require_head(address: str) -> None:
-    """Ray itself would wait for minutes where nothing is, or nothing that speaks HTTP/2."""
+def require_closed(address: str, host: str, mode: str) -> None:
+    """Returns if a Ray at this IP address may be used: what reaches one without a token has it run anything.
+
+    Raises:
+        UserError: strangers may reach it.
+    """
+    found = ip_address(host.partition("%")[0])
+    if not found.is_loopback and mode != "token":
+        hint = "who reaches a Ray without a token has it run anything: set RAY_AUTH_MODE=token there and here"
+        raise UserError("ray", address, hint)
+    if found.is_global:
+        _log.warning(
+            "ray=%s is a public address: have a firewall keep strangers from all of its ports", address
+        )
+
+
+def _require_head(address: str) -> str:
+    """IP address of the head, which is there: Ray itself would wait for minutes, also for what speaks no HTTP/2."""
     host, port = split_address("ray", address)
     cure = "give host:port of a running Ray head, or leave --ray away"
     try:
         with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
             connection.settimeout(CONNECT_S)
+            found = str(connection.getpeername()[0])
             connection.sendall(_HTTP2_GREETING)
             answer = connection.recv(9)
     except OSError as error:
         raise UserError("ray", address, f"{error.strerror or 'no answer'}; {cure}") from error
     if len(answer) < 4 or answer[3] != _SETTINGS_FRAME:
         raise UserError("ray", address, f"what listens there is no Ray head; {cure}")
+    return found
 
 
 R = TypeVar("R")

@@ -9,9 +9,9 @@ from ray.exceptions import ActorDiedError
 
 from coordinator.host import cluster
 from coordinator.host.actor import HostOptions
-from coordinator.host.cluster import ANSWER_S, Cluster, HostActor
+from coordinator.host.cluster import ANSWER_S, Cluster, HostActor, require_closed
 from coordinator.serving import Serves, ServingOptions
-from skein.errors import LocalError
+from skein.errors import LocalError, UserError
 from skein.types import Epoch
 
 SERVES = Serves(address="127.0.0.1:7411", metrics_address=None, epoch=Epoch(1))
@@ -143,3 +143,17 @@ def test_an_actor_that_ray_refuses_is_one_line(error: Exception, fake: FakeRay, 
     )
     with pytest.raises(LocalError, match="the coordinator's actor cannot be made: "):
         HostActor.bring_up(options, Cluster())
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "8.8.8.8", "fe80::1%eth0"])
+def test_a_ray_without_a_token_is_taken_on_loopback_only(host: str) -> None:
+    require_closed("a:1", "127.0.0.1", "disabled")
+    with pytest.raises(UserError, match="set RAY_AUTH_MODE=token there and here"):
+        require_closed("a:1", host, "disabled")
+
+
+def test_a_ray_at_a_public_address_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    require_closed("a:1", "10.0.0.7", "token")
+    assert not caplog.messages
+    require_closed("b:1", "8.8.8.8", "token")
+    assert ["b:1 is a public address" in text for text in caplog.messages] == [True]
