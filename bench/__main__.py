@@ -16,6 +16,7 @@ NAMES = (
     "relay",
     "scale",
     "schedules",
+    "shards",
     "split",
     "sweep",
     "vocabulary",

@@ -34,19 +34,27 @@ class EmulatedCluster(Cluster):
         self.links = links
         self.names = tuple(f"e{i:02}" for i in range(len(links.addresses)))
 
-    def start_fleet(self, times: Sequence[OpTimes], *, flops_per_s: float, memory_bytes: int) -> None:
+    def start_fleet(
+        self,
+        times: Sequence[OpTimes],
+        *,
+        flops_per_s: float,
+        memory_bytes: int,
+        sites: Sequence[str] = (),
+    ) -> None:
         """Start everything, and wait until all links are known to the coordinator.
 
         Args:
             times: of each worker.
             flops_per_s: that each says of itself.
             memory_bytes: likewise.
+            sites: where each is; the ten cities in turn where none are given.
         """
         self.start_coordinator()
         for name in self.names:
             self.start_worker(name)
         relays = self._start_relay()
-        cities = cities_of(len(self.names))
+        sites = sites or cities_of(len(self.names))
         with self.client() as client:
             num_links = 0
             for i, name in enumerate(self.names):
@@ -54,7 +62,7 @@ class EmulatedCluster(Cluster):
                 worker = EmulatedWorker(
                     join=self.target,
                     name=name,
-                    site=cities[i],
+                    site=sites[i],
                     port=port,
                     flops_per_s=flops_per_s,
                     memory_bytes=memory_bytes,

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from skein.config.job import JobSpec
-from skein.plan.cut import cut
+from skein.plan.cut import cut, cut_job
 from skein.plan.load import ends_spared_bytes, stage_loads
 from skein.plan.ops import WEIGHT_SHARE
 
@@ -129,8 +129,7 @@ def ten_cities(addresses: Sequence[str], *, scale: float, activation_bytes: int)
 
 def op_times(job: JobSpec, flops_per_s: float) -> OpTimes:
     """What the job's ops take on a device that computes `flops_per_s`, for stages of equal work."""
-    layers = job.layers
-    loads = stage_loads(job, cut(layers, job.parallel.stages, job.parallel.layout))
+    loads = stage_loads(job, cut_job(job))
     return OpTimes(
         forward_s=tuple(load.forward_flops / flops_per_s for load in loads),
         backward_s=tuple(load.backward_flops / flops_per_s for load in loads),
