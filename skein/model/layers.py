@@ -216,6 +216,11 @@ def tied_names(model: AnyModel) -> frozenset[str]:
     return frozenset(name for sizes in tied_sizes(model) for name in sizes)
 
 
+def names_before(model: AnyModel, stage: StageSpec) -> frozenset[str]:
+    """Names of the tied tensors that a layer before `stage` has: the first that has one saves it."""
+    return frozenset(name for sizes in tied_sizes(model)[: stage.first] for name in sizes)
+
+
 @lru_cache(maxsize=64)
 def tied_sizes(model: AnyModel) -> tuple[Mapping[str, int], ...]:
     """Numbers in those tensors of each layer that another layer has too, by name."""

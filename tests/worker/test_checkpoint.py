@@ -9,16 +9,20 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors import safe_open
 
+from skein.config.job import JobSpec
 from skein.config.location import SCHEMES
 from skein.errors import LocalError, UserError
+from skein.model.rows import VocabularySplit
+from skein.plan.cut import cut_job
 from skein.protocol.log.records import StageFiles, checkpoint_folder
 from skein.protocol.messages.directives import CheckpointFile
 from skein.protocol.worker.ops import SaveOp
 from skein.storage.places import ANYWHERE
 from skein.types import JobId, Layout, StageIndex, Step
 from tests.support.extent import part
-from tests.worker.lab import GENERATION, Lab, tiny_job
+from tests.worker.lab import CPU, GENERATION, Lab, tiny_job
 from worker.chunks.checkpoint import UrlArchive, check_url, file_names, read_state, write_stage
+from worker.compute.chunk import Chunk
 from worker.compute.state import STEP, saved_names
 
 JOB = JobId("j1")
@@ -111,6 +115,36 @@ def test_any_cut_goes_on_from_a_checkpoint_of_two_stages(
         # Both are float64 sums of the same numbers, in another order.
         assert found.loss == pytest.approx(expected.loss, rel=1e-12)
         assert found.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-11)
+
+
+def in_shards(text: Path, split: VocabularySplit, stages: int, *, is_tied: bool) -> JobSpec:
+    """The lab's job with its vocabulary in so many shards."""
+    given = tiny_job(text, is_tied=is_tied, stages=stages).model_dump(mode="json")
+    return JobSpec.model_validate(given | {"parallel": {"stages": stages, "vocabulary": {"split": split}}})
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("writes", VocabularySplit)
+def test_every_row_of_a_vocabulary_is_saved_once_and_found_by_any_other_cut(
+    text: Path, tmp_path: Path, writes: VocabularySplit, *, is_tied: bool
+) -> None:
+    writer = in_shards(text, writes, 4, is_tied=is_tied)
+    archive = UrlArchive(str(tmp_path), JOB, Step(3))
+    saved: list[StageFiles] = []
+    state: dict[str, torch.Tensor] = {}
+    for stage in cut_job(writer):
+        chunk = Chunk.drawn(writer, stage, version=Step(3), device=CPU)
+        params, others = chunk.copy_for_checkpoint()
+        files = write_stage(stage.index, GENERATION, archive, params=params, state=others)
+        saved.append(StageFiles(stage=stage.index, files=files))
+        state |= chunk.copy_state()
+    listed = [name for stage in saved for file in stage.files for name in file.tensors if name != STEP]
+    assert sorted(listed) == sorted(state.keys() - {STEP})
+    for stages in (2, 3):
+        reader = in_shards(text, writes, stages, is_tied=is_tied)
+        for stage in cut_job(reader):
+            found = read_state(saved, saved_names(reader, [stage]), archive)
+            assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
 
 
 def test_files_hold_what_they_say_under_names_that_others_know(

@@ -13,7 +13,7 @@ from torch import Tensor
 from skein.config.job import JobSpec
 from skein.config.rule import Walkers
 from skein.errors import LocalError
-from skein.model.layers import tied_names
+from skein.model.layers import names_before
 from skein.model.reduced import names_by_group
 from skein.numeric.aggregate.rule import Rule, Terms
 from skein.numeric.aggregate.rules import rule_of
@@ -210,11 +210,11 @@ class Chunk:
     def copy_for_checkpoint(
         self, walkers: Walkers = Walkers.ONE
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copies of the parameters and of all else that is saved, less what the first stage saves too.
+        """Copies of the parameters and of all else that is saved, less what a stage before saves too.
 
         Of `MANY` walkers each saves what is its own as well.
         """
-        elsewhere = tied_names(self.module.spec) if self.stage.first > 0 else frozenset()
+        elsewhere = names_before(self.module.spec, self.stage)
         slots = saved(self.rule.slots, walkers)
         left_out = {*elsewhere, *(f"{slot}.{name}" for slot in slots for name in elsewhere)}
         copies = {
