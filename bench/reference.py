@@ -81,7 +81,7 @@ def run_reference(
     for step in range(num_steps):
         began = time.perf_counter()
         batches = [
-            batch_of(job, dataset, step, first, together)
+            (*batch_of(job, dataset, step, first, together), weights_of(job, dataset, step, first, together))
             for first in range(0, job.batch.num_microbatches, together)
         ]
         loss, norm, balance = _step(
@@ -143,10 +143,7 @@ def torch_optimizer(
 
 def batch_of(job: JobSpec, dataset: Dataset, step: int, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Inputs and labels of `count` microbatches of a step, from microbatch `first` on, side by side."""
-    parts: list[Batch] = [
-        dataset.train_batch(positions_of(step, microbatch, job.batch))
-        for microbatch in range(first, min(first + count, job.batch.num_microbatches))
-    ]
+    parts = _parts(job, dataset, step, first, count)
     inputs = torch.cat([torch.from_numpy(part.inputs) for part in parts])
     labels = torch.cat([torch.from_numpy(part.labels) for part in parts])
     if job.precision is Precision.FP64 and inputs.is_floating_point():
@@ -154,19 +151,31 @@ def batch_of(job: JobSpec, dataset: Dataset, step: int, first: int, count: int) 
     return inputs, labels
 
 
+def weights_of(job: JobSpec, dataset: Dataset, step: int, first: int, count: int) -> Tensor | None:
+    """Weights of the samples of the same microbatches; None: all count alike."""
+    weights = [part.weights for part in _parts(job, dataset, step, first, count)]
+    told = [torch.from_numpy(x) for x in weights if x is not None]
+    return torch.cat(told) if told else None
+
+
+def _parts(job: JobSpec, dataset: Dataset, step: int, first: int, count: int) -> list[Batch]:
+    microbatches = range(first, min(first + count, job.batch.num_microbatches))
+    return [dataset.train_batch(positions_of(step, microbatch, job.batch)) for microbatch in microbatches]
+
+
 def _step(
     job: JobSpec,
     model: Stage,
     optimizer: torch.optim.Optimizer,
-    batches: list[tuple[Tensor, Tensor]],
+    batches: list[tuple[Tensor, Tensor, Tensor | None]],
     rate: float,
     watch: RouterWatch,
 ) -> tuple[float, float, float | None]:
-    num_valid = sum(int((labels != -100).sum()) for _, labels in batches)
+    num_valid = sum(int((labels != -100).sum()) for _, labels, _ in batches)
     optimizer.zero_grad(set_to_none=True)
     total, balance, weight = 0.0, 0.0, 0
-    for inputs, labels in batches:
-        loss, num_here = model.loss(inputs, labels)
+    for inputs, labels, weights in batches:
+        loss, num_here = model.loss(inputs, labels, weights)
         balances = watch.taken()
         pull = num_here * sum(balances, loss.new_zeros(()))
         torch.autograd.backward((loss + watch.coefficient * pull) / num_valid)

@@ -242,6 +242,9 @@ class JobSpec(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> "JobSpec":
+        if self.data.coreset.chooses and self.model.labelled is None:
+            hint = f"nothing is measured of it for language models such as {self.model.family}: give none"
+            raise UserError("data.coreset.method", self.data.coreset.method, hint)
         if self.skip.ratio:
             self._check_skip_ratio()
         self._check_chunks()

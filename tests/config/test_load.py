@@ -132,6 +132,13 @@ WRONG_VALUES = {
     "data.sources[0].pth=/x": "data.sources[0].pth: '/x': no such key: did you mean path? "
     "here are format, path, glob, weight",
     "data.validation_ratio=2": "data.validation_ratio: 2: give a number from 0 to 0.5, or null",
+    "data.coreset.fraction=0": "data.coreset.fraction: 0: give a number above 0 and at most 1",
+    "data.coreset.fraction=1.5": "data.coreset.fraction: 1.5: give a number above 0 and at most 1",
+    "data.coreset.method=crag": "data.coreset.method: 'crag': give none, craig or random; did you mean craig?",
+    "data.coreset.refresh_epochs=5": "data.coreset.refresh_epochs: 5: "
+    "none has nothing to choose anew: leave it away, or give method: random",
+    "data.coreset.method=craig": "data.coreset.method: 'craig': "
+    "nothing is measured of it for language models such as llama: give none",
     "data.tokenizer=": "data.tokenizer: null: give text",
     "batch.samples=5": "batch.samples: 5: give a multiple of microbatch_samples (4)",
     "skip.ratio=1": "skip.ratio: 1: give a number of at least 0 and below 1",

@@ -172,6 +172,31 @@ def test_what_does_not_fit_an_exchange_is_its_senders_fault(rule: AggregationSpe
         assert caught.value.sender == PEER.worker
 
 
+def test_weights_that_do_not_fit_their_samples_are_refused() -> None:
+    job = small_job(stages=2)
+    last = cut_job(job)[-1]
+    chunk = Chunk.drawn(job, last, version=STEP, device=torch.device("cpu"))
+    hops = tuple(ChunkRef(stage=StageIndex(i), worker=WorkerId(f"w{i}")) for i in range(last.index + 1))
+    op = LossOp(
+        phase=Phase.TRAIN, step=STEP, microbatch=MicrobatchId(0), hop=last.index, path=Path(hops=hops)
+    )
+    (operand,) = filter(None, [op.operand])
+
+    def look_at(weights: torch.Tensor) -> None:
+        tensors = {"x": torch.zeros(3, 4, 8), "labels": torch.zeros(3, 4).long(), "weights": weights}
+        check_operands(
+            op, {operand: pack(tensors)}, {last.index: chunk}, {}, Exchanging(job, ME.worker, Gauges())
+        )
+
+    look_at(torch.ones(3))
+    for strange in (torch.ones(2), torch.ones(3, 4), torch.ones(3).long()):
+        with pytest.raises(
+            OperandError, match=r"give 'weights' of shape \[3\], of floats, or none"
+        ) as caught:
+            look_at(strange)
+        assert caught.value.sender == hops[-2].worker
+
+
 def test_shards_of_a_vocabulary_look_at_what_the_shard_before_passes_on() -> None:
     parallel = ParallelSpec(stages=2, vocabulary=VocabularySpec(split=VocabularySplit.OUTPUT))
     shape = LlamaShape(

@@ -5,12 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
-from torch import Tensor
-
 from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.tensors import Phase
 from skein.types import MicrobatchId, StageIndex
-from worker.model.base import Crossing
+from worker.model.base import Crossing, Labels
 from worker.model.pending import Pending
 
 _Place = tuple[MicrobatchId, StageIndex]
@@ -22,7 +20,7 @@ class Left:
 
     graphs: dict[_Place, tuple[Crossing, Crossing]] = field(default_factory=dict)
     pending: dict[_Place, deque[Pending]] = field(default_factory=dict)
-    labels: dict[tuple[Phase, MicrobatchId], Tensor] = field(default_factory=dict)
+    labels: dict[tuple[Phase, MicrobatchId], Labels] = field(default_factory=dict)
 
     def staying(self, resumed: Iterable[ResumedChunk]) -> Self:
         """Part of it that a step which goes on is told to keep; nothing where none does."""

@@ -28,10 +28,22 @@ from skein.wire.extra import DType
 from worker.bundle import Bundle, WireTensor, to_torch, torch_dtype
 from worker.compute.chunk import Chunk
 from worker.compute.exchanging import Exchanging
-from worker.compute.payload import GRADIENTS, HIDDEN, LABELS, SCORES, SHARD, TOKENS, VALID, Payload
+from worker.compute.payload import (
+    GRADIENTS,
+    HIDDEN,
+    LABELS,
+    SCORES,
+    SHARD,
+    TOKENS,
+    VALID,
+    WEIGHTS,
+    Payload,
+)
 from worker.model.base import Crossing
 
 _FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
+
+_PASSED = frozenset({HIDDEN, LABELS, WEIGHTS, TOKENS, SCORES, VALID})
 
 Chunks = Mapping[StageIndex, Chunk]
 Graphs = Mapping[tuple[MicrobatchId, StageIndex], tuple[Crossing, Crossing]]
@@ -124,8 +136,15 @@ def _check_input(
     hidden = [
         tensor for tensor in bundle if tensor.name == HIDDEN and tensor.dtype in _FLOATS and tensor.shape
     ]
-    if len(hidden) != 1 or not {tensor.name for tensor in bundle} <= {HIDDEN, LABELS, TOKENS, SCORES, VALID}:
+    if len(hidden) != 1 or not {tensor.name for tensor in bundle} <= _PASSED:
         raise OperandError(_maker(op), f"an activation: {_told(bundle)}: give {HIDDEN!r}, of floats")
+    weights = [tensor for tensor in bundle if tensor.name == WEIGHTS]
+    samples = hidden[0].shape[:1]
+    if len(weights) > 1 or any(x.shape != samples or x.dtype not in _FLOATS for x in weights):
+        told = (
+            f"an activation: {_told(bundle)}: give {WEIGHTS!r} of shape {list(samples)}, of floats, or none"
+        )
+        raise OperandError(_maker(op), told)
     # Of each token, what shards of a vocabulary pass on.
     each = hidden[0].shape[:-1]
     wanted = {TOKENS: (each, frozenset({DType.INT64}))} if chunk.module.takes_tokens else {}

@@ -71,19 +71,20 @@ from worker.compute.left import Left
 from worker.compute.operands import check_operands
 from worker.compute.payload import (
     GRADIENTS,
-    LABELS,
     SHARD,
     VALID,
     Payload,
     concatenated,
     crossed,
     crossing,
+    labelled,
     pack,
+    placed,
     unpack,
 )
 from worker.compute.snapshots import Snapshots
 from worker.compute.state import Saved
-from worker.model.base import IGNORED_LABEL, Crossing
+from worker.model.base import Crossing, Labels
 from worker.model.pending import add_up
 from worker.telling.aggregating import Gauges
 
@@ -234,19 +235,18 @@ class Compute:
         module = self._chunk(op.chunk).module
         if labels is None and module.takes_labels:
             labels = self._samples(op)[1]
+        classes = None if labels is None else labels.labels
         with module.junction.visited(num_valid) as visit:
             if op.phase.keeps_graph:
-                y = module.onward(x.followed(is_sample=op.operand is None), labels)
+                y = module.onward(x.followed(is_sample=op.operand is None), classes)
                 self._left.graphs[op.microbatch, op.chunk.stage] = (x, y)
             else:
                 with torch.no_grad():
-                    y = module.onward(x, labels)
-        tensors = crossing(y.detached(), num_valid)
+                    y = module.onward(x, classes)
         if labels is not None and self._stay_here(op):
             self._left.labels[op.phase, op.microbatch] = labels
-        elif labels is not None:
-            tensors[LABELS] = labels
-        return Done(outcome=visit.balance, outputs=self._given(op, tensors))
+            labels = None
+        return Done(outcome=visit.balance, outputs=self._given(op, crossing(y.detached(), num_valid, labels)))
 
     def _stay_here(self, op: ForwardOp) -> bool:
         """Whether the labels need not go along.
@@ -267,11 +267,12 @@ class Compute:
         module = self._chunk(op.chunk).module
         if not op.phase.trains:
             with torch.no_grad():
-                total, num_valid = module.score(x, labels)
+                total, num_valid = module.score(x, labels.labels, labels.weights)
             claimed = claim_of(self._chunk(op.chunk)) if op.phase.scores_walkers else ""
             return Done(outcome=Loss(loss_sum=total.item(), num_tokens=num_valid, digest=claimed))
         with module.junction.visited(valid_before) as visit:
-            total, num_valid = module.score(x.followed(is_sample=op.operand is None), labels)
+            followed = x.followed(is_sample=op.operand is None)
+            total, num_valid = module.score(followed, labels.labels, labels.weights)
         if isinstance(op, LossInputOp):
             self._left.pending[op.microbatch, op.chunk.stage] = module.put_aside([total])
         else:
@@ -299,23 +300,22 @@ class Compute:
 
     def _input(
         self, op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]
-    ) -> tuple[Crossing, Tensor | None, int | None]:
+    ) -> tuple[Crossing, Labels | None, int | None]:
         """The op's input, the labels if they came with it or stay here, and how many are valid if experts need that."""
         if op.operand is None:
             samples, labels = self._samples(op)
             weighs = op.phase.trains and self._held.job.model.has_experts
-            return Crossing(samples), labels, int((labels != IGNORED_LABEL).sum()) if weighs else None
+            return Crossing(samples), labels, labels.num_valid if weighs else None
         tensors = unpack(operands[op.operand], self.device)
-        labels_here = tensors.get(LABELS, self._left.labels.get((op.phase, op.microbatch)))
+        labels_here = labelled(tensors) or self._left.labels.get((op.phase, op.microbatch))
         return crossed(tensors), labels_here, int(tensors[VALID]) if VALID in tensors else None
 
-    def _samples(self, op: ForwardOp | LossOp | LossInputOp) -> tuple[Tensor, Tensor]:
+    def _samples(self, op: ForwardOp | LossOp | LossInputOp) -> tuple[Tensor, Labels]:
         """Samples and labels of a path that begins here."""
         batches = self._held.batches
         if batches is None:
             raise LocalError("a path begins here, but no data were opened")
-        batch = batches.batch(op.phase, op.step, op.microbatch)
-        return self._moved(torch.from_numpy(batch.inputs)), self._moved(torch.from_numpy(batch.labels))
+        return placed(batches.batch(op.phase, op.step, op.microbatch), self.device)
 
     def _handed_back(self, op: VisitOp, x: Crossing) -> Outputs:
         """Gradients of what the hop before gave, ready to be handed over; the first hop has none."""
@@ -411,9 +411,8 @@ class Compute:
             undo.callback(chunk.put_parameters, own)
             chunk.put_parameters(unflatten(flat, chunk.walker.params))
             for microbatch in batches.probe_microbatches():
-                batch = batches.batch(Phase.PROBE, step, microbatch)
-                inputs, labels = torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels)
-                total, num_valid = chunk.module.loss(self._moved(inputs), self._moved(labels))
+                inputs, labels = placed(batches.batch(Phase.PROBE, step, microbatch), self.device)
+                total, num_valid = chunk.module.loss(inputs, labels.labels)
                 losses.append((total.item(), num_valid))
         return exact_sum(loss for loss, _ in losses) / max(1, sum(tokens for _, tokens in losses))
 
@@ -495,6 +494,3 @@ class Compute:
 
     def _is_mine(self, ref: ChunkRef) -> bool:
         return ref.worker == self._held.worker
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)

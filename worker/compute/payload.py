@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from worker.bundle import Bundle, allocate, bundle_bytes, to_torch, to_wire
-from worker.model.base import Crossing
+from worker.data.dataset import Batch
+from worker.model.base import Crossing, Labels
 
 Payload = Mapping[str, Tensor] | Bundle
 
-HIDDEN, LABELS, GRADIENT, SHARD = "x", "labels", "dy", "shard"
+HIDDEN, LABELS, WEIGHTS, GRADIENT, SHARD = "x", "labels", "weights", "dy", "shard"
 TOKENS, SCORES, SCORES_GRADIENT = "tokens", "scores", "dscores"
 VALID = "valid"
 """Names of tensors that travel: three where the vocabulary is cut, the last one in training where there are experts."""
@@ -18,16 +19,37 @@ GRADIENTS = GRADIENT, SCORES_GRADIENT
 """Names of the gradients of a boundary's tensors, in the order of `Crossing.differentiable`."""
 
 
-def crossing(boundary: Crossing, num_valid: int | None = None) -> dict[str, Tensor]:
-    """Tensors of a boundary by the names under which they travel, with the number of valid tokens if it goes along."""
-    valid = None if num_valid is None else torch.tensor(num_valid)
-    named = {HIDDEN: boundary.hidden, TOKENS: boundary.tokens, SCORES: boundary.scores, VALID: valid}
+def crossing(
+    boundary: Crossing, num_valid: int | None = None, labels: Labels | None = None
+) -> dict[str, Tensor]:
+    """Tensors of a boundary by the names under which they travel, with what goes along.
+
+    Args:
+        num_valid: valid tokens, where experts need to know.
+        labels: none where they stay.
+    """
+    named = {HIDDEN: boundary.hidden, TOKENS: boundary.tokens, SCORES: boundary.scores}
+    named |= {VALID: None if num_valid is None else torch.tensor(num_valid)}
+    named |= {} if labels is None else {LABELS: labels.labels, WEIGHTS: labels.weights}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def crossed(tensors: Mapping[str, Tensor]) -> Crossing:
     """The boundary that has arrived as these tensors."""
     return Crossing(tensors[HIDDEN], tokens=tensors.get(TOKENS), scores=tensors.get(SCORES))
+
+
+def labelled(tensors: Mapping[str, Tensor]) -> Labels | None:
+    """Labels that have arrived with these tensors; None: they have not."""
+    return Labels(tensors[LABELS], tensors.get(WEIGHTS)) if LABELS in tensors else None
+
+
+def placed(batch: Batch, device: torch.device) -> tuple[Tensor, Labels]:
+    """Samples and labels of a batch on `device`."""
+    inputs, labels = (torch.from_numpy(x).to(device, non_blocking=True) for x in (batch.inputs, batch.labels))
+    if batch.weights is None:
+        return inputs, Labels(labels)
+    return inputs, Labels(labels, torch.from_numpy(batch.weights).to(device, non_blocking=True))
 
 
 def pack(tensors: Mapping[str, Tensor]) -> Bundle:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 import numpy as np
@@ -25,6 +25,7 @@ from skein.errors import LocalError, UserError
 from skein.model.layers import AnyModel, LabelledShape
 from skein.storage.roots import EVERYTHING, Roots
 from worker.data.cache import TokenCache
+from worker.data.coreset import Coreset, coreset_of
 from worker.data.labelled import LabelledSamples, open_labelled
 from worker.data.samples import Integers, SampleWindows
 from worker.data.text import SourceOpening, open_source, open_tokens
@@ -45,6 +46,8 @@ class Batch:
 
     inputs: NDArray[np.integer | np.floating]
     labels: Integers
+    weights: NDArray[np.float32] | None = None
+    """(B,): by which samples' losses are multiplied; None: all count alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class Dataset:
     """Hash over the names, sizes and contents of everything read, and over the split."""
     separator: Separator | None = None
     """Separator that ends every document; None where the data are no text."""
+    coreset: Coreset | None = None
+    """Rows that are trained on; None: all."""
     sample_tokens: int = 1
     """Tokens of a sample; one with a label counts as one."""
 
@@ -64,9 +69,10 @@ class Dataset:
     def shown(self) -> str:
         """Numbers of samples and the separator of documents, in words."""
         ends = "" if self.separator is None else f"; documents end with {self.separator}"
+        chosen = "" if self.coreset is None else f"; {self.coreset}"
         return (
             f"{self.num_train_samples} samples of {self.sample_tokens} tokens to train on, "
-            f"{self.num_validation_samples} to validate on{ends}"
+            f"{self.num_validation_samples} to validate on{ends}{chosen}"
         )
 
     @property
@@ -79,7 +85,17 @@ class Dataset:
 
     def train_batch(self, positions: Sequence[int]) -> Batch:
         """The training samples at `positions` of the endless shuffled sequence, in that order."""
-        return self._batch(self.selection.train(int(position)) for position in positions)
+        if self.coreset is None:
+            return self._batch(self.selection.train(int(position)) for position in positions)
+        places = [self._place(self.coreset, int(position)) for position in positions]
+        weights = np.array([weight for _, weight in places], np.float32)
+        return replace(self._batch(pick for pick, _ in places), weights=weights)
+
+    def _place(self, coreset: Coreset, position: int) -> tuple[Pick, float]:
+        if position < coreset.num_warmup:
+            return self.selection.train(position), 1.0
+        place = coreset.place(position)
+        return Pick(source=0, sample=int(self.selection.splits[0].train([place.row])[0])), place.weight
 
     def validation_batch(self, positions: Sequence[int]) -> Batch:
         """The validation samples at `positions`: the same ones for the life of the job.
@@ -144,10 +160,12 @@ def open_dataset(
         wanted = f"training samples are fewer than the {batch.samples} of one step"
         hint = f"{wanted}: give more data, or lower batch.samples or data.sequence_tokens"
         raise UserError("data.sources", selection.num_train, hint)
+    coreset = _chosen(data, sources, selection, batch, seed) if data.coreset.chooses else None
     return Dataset(
         sources=sources,
         selection=selection,
-        fingerprint=_fingerprint(sources, selection),
+        fingerprint=_fingerprint(sources, selection, coreset),
+        coreset=coreset,
         separator=None if tokenizer is None else tokenizer.separator,
         sample_tokens=model.sample_tokens(data.sequence_tokens),
     )
@@ -180,8 +198,25 @@ def _open_labelled(source: SourceSpec, shape: LabelledShape, field: str, roots: 
     return open_labelled(source, shape, field=field, roots=roots)
 
 
-def _fingerprint(sources: Sequence[Samples], selection: Selection) -> str:
+def _chosen(
+    data: DataSpec, sources: Sequence[Samples], selection: Selection, batch: BatchSpec | None, seed: int
+) -> Coreset:
+    source, split = sources[0], selection.splits[0]
+    assert isinstance(source, LabelledSamples), "only samples with labels are chosen of"
+    rows = split.train(range(split.num_train))
+    return coreset_of(
+        data.coreset,
+        source.samples[rows].reshape(len(rows), -1),
+        source.labels[rows],
+        batch_samples=None if batch is None else batch.samples,
+        seed=seed,
+    )
+
+
+def _fingerprint(sources: Sequence[Samples], selection: Selection, coreset: Coreset | None) -> str:
     total = hashlib.sha256()
     for source, split in zip(sources, selection.splits, strict=True):
         total.update(f"{source.digest} {split.num_samples} {split.num_validation} {split.key}\n".encode())
+    if coreset is not None:
+        total.update(f"{coreset.digest}\n".encode())
     return total.hexdigest()

@@ -63,6 +63,19 @@ class Crossing:
         return Crossing(self.hidden.detach(), self.tokens, scores)
 
 
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Labels of a microbatch, and (B,) how much the loss of each sample counts; None: all alike."""
+
+    labels: Tensor
+    weights: Tensor | None = None
+
+    @property
+    def num_valid(self) -> int:
+        """Labels that are not ignored."""
+        return int((self.labels != IGNORED_LABEL).sum())
+
+
 class Stage(nn.Module, ABC):
     """A contiguous range of a model's layers, with parameters under the names of the whole model.
 
@@ -121,29 +134,33 @@ class Stage(nn.Module, ABC):
         del labels
         return Crossing(self(given.hidden))
 
-    def score(self, given: Crossing, labels: Tensor) -> tuple[Tensor, int]:
+    def score(self, given: Crossing, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, int]:
         """Loss as of `loss`, of what the stage before gives."""
-        return self.loss(given.hidden, labels)
+        return self.loss(given.hidden, labels, weights)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits, classes in the last dim, in the dtype of products."""
         with self.autocast(x):
             return self.head(self.body(x))
 
-    def loss(self, x: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-        """Sum of the cross entropies (nats) of the valid labels, and how many they are.
+    def loss(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, int]:
+        """Sum of the cross entropies (nats) of the valid labels, and how many they are, whatever they weigh.
 
         The sum is taken in float32, or float64 under FP64; a microbatch without a valid label gives 0.
 
         Args:
             x: as for `forward`.
             labels: int64, the shape of the logits but for classes; `IGNORED_LABEL` where there is nothing to predict.
+            weights: (B,), a factor on each sample's cross entropies; None: 1.
         """
         logits = self.logits(x).to(parameter_dtype(self.precision))
         num_valid = int((labels != IGNORED_LABEL).sum())
-        total = functional.cross_entropy(
-            logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
+        flat = logits.flatten(0, -2), labels.flatten()
+        if weights is None:
+            total = functional.cross_entropy(*flat, ignore_index=IGNORED_LABEL, reduction="sum")
+        else:
+            each = functional.cross_entropy(*flat, ignore_index=IGNORED_LABEL, reduction="none")
+            total = (each.view(len(weights), -1) * weights.to(each)[:, None]).sum()
         return total, num_valid
 
     def add_gradients(self, y: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

@@ -103,13 +103,14 @@ class ShardedDecoderStage(Stage):
             x, scores = self._rows.score(passed.hidden, passed.scores, labels, product_dtype(self.precision))
             return Crossing(x, scores=scores)
 
-    def score(self, given: Crossing, labels: Tensor) -> tuple[Tensor, int]:
+    def score(self, given: Crossing, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, int]:
+        assert weights is None, "samples of text count alike"
         scores = self.onward(given, labels).scores
         assert scores is not None
         return cross_entropy(scores, labels), int((labels != IGNORED_LABEL).sum())
 
-    def loss(self, x: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-        return self.score(Crossing(x), labels)
+    def loss(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, int]:
+        return self.score(Crossing(x), labels, weights)
 
     def _through(self, given: Crossing) -> Crossing:
         """Layers of this stage but rows of the head."""

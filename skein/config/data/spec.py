@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from skein.config.data.coreset import CoresetSpec
 from skein.config.data.sources import SourceSpec
 from skein.errors import UserError
 from skein.spec import Spec
@@ -28,12 +29,16 @@ class DataSpec(Spec):
     """Sources to validate on. If there are any, nothing of `sources` is held out."""
     validation_ratio: Annotated[float, Field(ge=0, le=0.5)] | None = None
     """Share of `sources` that is held out to validate on; null: 0.02, or nothing if `validation` has sources."""
+    coreset: CoresetSpec = CoresetSpec()
 
     @model_validator(mode="after")
     def _check(self) -> "DataSpec":
         if self.validation and self.validation_ratio:
             hint = "sources of their own validate, so nothing is held out: leave one of the two away"
             raise UserError("validation_ratio", self.validation_ratio, hint)
+        if self.coreset.chooses and len(self.sources) > 1:
+            hint = f"rows are chosen of one source, here are {len(self.sources)}: give one, or method: none"
+            raise UserError("coreset.method", self.coreset.method, hint)
         if self.separator is not None and not self.has_text:
             hint = "no source is text, and token ids have their separators already: leave it away"
             raise UserError("separator", self.separator, hint)
