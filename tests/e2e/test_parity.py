@@ -9,6 +9,7 @@ import pytest
 
 from bench.cluster import Cluster
 from bench.reference import ReferenceStep, run_reference
+from skein.config.data.coreset import CoresetSpec
 from skein.config.data.sources import ArraysSource, DigitsSource, TextSource
 from skein.config.data.spec import DataSpec
 from skein.config.job import (
@@ -328,13 +329,17 @@ def arrays_beside(text: Path) -> ArraysSource:
         ("mlp", MlpModel(family="mlp", widths=(24, 16)), 2),
         ("softmax", MlpModel(family="mlp", widths=()), 1),
         ("arrays", MlpModel(family="mlp", widths=(24, 16), num_features=20, num_classes=3), 2),
+        ("coreset", MlpModel(family="mlp", widths=(24, 16), num_features=20, num_classes=3), 2),
     ],
 )
 def test_a_classifier_trains_like_one_torch_process(
     cluster: Cluster, text: Path, name: str, model: ModelSpec, num_stages: int
 ) -> None:
-    source = arrays_beside(text) if name == "arrays" else DigitsSource(format="digits")
-    data = DataSpec(sources=(source,))
+    source = (
+        DigitsSource(format="digits") if "num_features" not in model.model_fields_set else arrays_beside(text)
+    )
+    coreset = CoresetSpec(method="craig", fraction=0.4) if name == "coreset" else CoresetSpec()
+    data = DataSpec(sources=(source,), coreset=coreset)
     parallel = ParallelSpec(stages=num_stages, replicas=2)
     job = make_job(f"digits-{name}", model, data, parallel, Precision.FP64)
     check(train(cluster, job), run_reference(job, NUM_STEPS), TOLERANCES[Precision.FP64])
