@@ -96,10 +96,11 @@ docs: setup ## write the generated pages, and build the site with the reference 
 	$(TEST_ENV) $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -j auto -b html \
 		-d build/docs-read docs build/docs
 
-sim: setup ## SEEDS=300 simulated fault schedules, as many over several jobs and over chunks and shards, STRIKES=20 strikes for each aggregation rule
+sim: setup ## SEEDS=300 simulated fault schedules, as many over each of several jobs, quotas and relays, and chunks and shards, STRIKES=20 strikes for each aggregation rule
 	$(TEST_ENV) $(BIN)/python -m skein.sim --shape any --seeds $(SEEDS) --processes 2
 	$(TEST_ENV) $(BIN)/python -m skein.sim --shape pipelines --seeds $(SEEDS) --processes 2
 	$(TEST_ENV) $(BIN)/python -m skein.sim --shape several --seeds $(SEEDS) --processes 2
+	$(TEST_ENV) $(BIN)/python -m skein.sim --shape guarded --seeds $(SEEDS) --processes 2
 	$(TEST_ENV) $(BIN)/python -m skein.sim --rule all --seeds $(STRIKES) --processes 2
 
 bench: setup ## every comparison under bench/ (studies aside), one JSON line each
