@@ -1,9 +1,9 @@
 """The same job in one plain torch process: the whole model, torch's own optimizer and clipping, no Skein protocol."""
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import assert_never
 
 import torch
@@ -14,6 +14,8 @@ from skein.config.job import JobSpec
 from skein.config.optimizer import AdadeltaSpec, AdamSpec, AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
+from skein.model.experts import Experts
+from skein.model.routing import DropOrder
 from skein.types import Precision, StageIndex, StageSpec
 from worker.data.dataset import Batch, Dataset, open_dataset
 from worker.model.experts import SparseMlp
@@ -32,34 +34,71 @@ class ReferenceStep:
     gradient_norm: float
     seconds: float
     balance_loss: float | None = None
+    drop_ratio: float | None = None
+    """Share of the choices of experts that found theirs full."""
 
 
-class RouterWatch:
-    """Balance losses of a model's routers in its newest forward, by plain torch: E sum(share of choices * mean chance).
-
-    Chances and choices are made anew of the logits that each router's matrix gave.
-    """
+class PlainExperts:
+    """Experts of a model by plain torch and loops, in place of its own; knows balance losses and drops of a forward."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._losses: list[Tensor] = []
+        self._num_choices, self._num_dropped = 0, 0
         self.coefficient = 0.0
         for module in modules:
             for layer in module.modules():
                 if isinstance(layer, SparseMlp):
                     self.coefficient = layer.sizes.routing.balance_coefficient
-                    layer.gate.register_forward_hook(partial(self._watch, layer.sizes.num_chosen))
-
-    def _watch(self, num_chosen: int, _gate: nn.Module, _given: tuple[Tensor, ...], logits: Tensor) -> None:
-        chances = logits.softmax(-1)
-        chosen = chances.topk(num_chosen, -1).indices
-        counts = functional.one_hot(chosen, chances.shape[-1]).sum((0, 1)).to(chances)
-        shares = counts / counts.sum()
-        self._losses.append(chances.shape[-1] * (shares * chances.mean(0)).sum())
+                    layer.register_forward_hook(self._instead)
 
     def taken(self) -> list[Tensor]:
-        """Losses since they were taken last, layer by layer."""
+        """Balance losses since they were taken last, layer by layer."""
         losses, self._losses = self._losses, []
         return losses
+
+    def drop_ratio(self) -> float | None:
+        """Share of the choices that found their expert full since this was asked last."""
+        num_choices, num_dropped = self._num_choices, self._num_dropped
+        self._num_choices, self._num_dropped = 0, 0
+        return num_dropped / num_choices if num_choices else None
+
+    def _instead(self, layer: nn.Module, given: tuple[Tensor], _result: Tensor) -> Tensor:
+        assert isinstance(layer, SparseMlp)
+        sizes, x_ND = layer.sizes, given[0].flatten(0, -2)
+        chances_NE = (x_ND @ layer.gate.weight.t()).softmax(-1)
+        weights_NK, choices_NK = chances_NE.topk(sizes.num_chosen, -1)
+        if sizes.is_normalised:
+            weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        counts_E = functional.one_hot(choices_NK, sizes.num_experts).sum((0, 1)).to(chances_NE)
+        shares_E = counts_E / counts_E.sum()
+        self._losses.append(sizes.num_experts * (shares_E * chances_NE.mean(0)).sum())
+        y_ND = torch.zeros_like(x_ND)
+        for expert, taken in enumerate(_taken(sizes, choices_NK.tolist(), weights_NK.tolist())):
+            self._num_choices += int(counts_E[expert])
+            self._num_dropped += int(counts_E[expert]) - len(taken)
+            gate, up, down = layer.experts[expert].parameters()
+            tokens, choices = torch.tensor(taken, dtype=torch.long).view(-1, 2).unbind(-1)
+            given_RD = x_ND[tokens]
+            made_RD = (functional.silu(given_RD @ gate.t()) * (given_RD @ up.t())) @ down.t()
+            y_ND = y_ND.index_add(0, tokens, made_RD * weights_NK[tokens, choices, None])
+        return y_ND.view(given[0].shape)
+
+
+def _taken(
+    sizes: Experts, choices: list[list[int]], weights: list[list[float]]
+) -> list[list[tuple[int, int]]]:
+    """Tokens and choices that each expert takes, in turn."""
+    every = [(token, choice) for token, row in enumerate(choices) for choice in range(len(row))]
+    if sizes.routing.drop is DropOrder.CHOICE_MAJOR:
+        every.sort(key=lambda pair: (pair[1], pair[0]))
+    elif sizes.routing.drop is DropOrder.PROBS:
+        every.sort(key=lambda pair: (-round(weights[pair[0]][pair[1]] * 2**16), pair))
+    most = sizes.num_chosen * len(choices) / sizes.num_experts * (sizes.routing.capacity or math.inf)
+    taken: list[list[tuple[int, int]]] = [[] for _ in range(sizes.num_experts)]
+    for token, choice in every:
+        if len(taken[choices[token][choice]]) < most:
+            taken[choices[token][choice]].append((token, choice))
+    return taken
 
 
 def run_reference(
@@ -77,7 +116,7 @@ def run_reference(
     # How evenly experts are used is asked of each microbatch by itself.
     together = microbatches_at_once or (1 if job.model.has_experts else job.batch.num_microbatches)
     steps = []
-    watch = RouterWatch([model])
+    experts = PlainExperts([model])
     for step in range(num_steps):
         began = time.perf_counter()
         batches = [
@@ -85,11 +124,15 @@ def run_reference(
             for first in range(0, job.batch.num_microbatches, together)
         ]
         loss, norm, balance = _step(
-            job, model, optimizer, batches, learning_rate(job.optimizer, step, job.total_steps), watch
+            job, model, optimizer, batches, learning_rate(job.optimizer, step, job.total_steps), experts
         )
         steps.append(
             ReferenceStep(
-                loss=loss, gradient_norm=norm, seconds=time.perf_counter() - began, balance_loss=balance
+                loss=loss,
+                gradient_norm=norm,
+                seconds=time.perf_counter() - began,
+                balance_loss=balance,
+                drop_ratio=experts.drop_ratio(),
             )
         )
     return steps
@@ -169,16 +212,16 @@ def _step(
     optimizer: torch.optim.Optimizer,
     batches: list[tuple[Tensor, Tensor, Tensor | None]],
     rate: float,
-    watch: RouterWatch,
+    experts: PlainExperts,
 ) -> tuple[float, float, float | None]:
     num_valid = sum(int((labels != -100).sum()) for _, labels, _ in batches)
     optimizer.zero_grad(set_to_none=True)
     total, balance, weight = 0.0, 0.0, 0
     for inputs, labels, weights in batches:
         loss, num_here = model.loss(inputs, labels, weights)
-        balances = watch.taken()
+        balances = experts.taken()
         pull = num_here * sum(balances, loss.new_zeros(()))
-        torch.autograd.backward((loss + watch.coefficient * pull) / num_valid)
+        torch.autograd.backward((loss + experts.coefficient * pull) / num_valid)
         total += float(loss.detach())
         balance += float(pull.detach())
         weight += num_here * len(balances)

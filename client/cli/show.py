@@ -118,11 +118,7 @@ def job_lines(status: JobStatus) -> list[str]:
         "submitted": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.submitted_wall_s)),
         "steps": f"{status.step} of {steps_text(status.total_steps)}",
         "loss": f"{number(status.loss)}, validation {number(status.evaluation_loss)} (nats per {unit})",
-        **(
-            {}
-            if status.balance_loss is None
-            else {"balance": f"{number(status.balance_loss)} (1: experts are used evenly)"}
-        ),
+        **({} if status.balance_loss is None else {"experts": experts_text(status)}),
         f"{unit}s": f"{status.num_tokens:,}, {count(status.tokens_per_s)} per second",
         **({"left out": late_samples(status)} if status.num_late_samples else {}),
         "speed": seconds,
@@ -146,6 +142,12 @@ def job_lines(status: JobStatus) -> list[str]:
 def quotas_text(status: JobStatus) -> str:
     """Quotas of a job's namespace, and how much of each its jobs have."""
     return f"{status.namespace}: {', '.join(use.shown for use in status.quotas)}"
+
+
+def experts_text(status: JobStatus) -> str:
+    """Balance of a sparse model's experts, and the choices that found theirs full if there are any."""
+    dropped = f", {status.drop_ratio:.2g} of the choices dropped" if status.drop_ratio else ""
+    return f"balance {number(status.balance_loss)} (1: used evenly){dropped}"
 
 
 def late_samples(status: JobStatus) -> str:
@@ -301,6 +303,7 @@ def event_text(event: JobEvent) -> str:
         case StepFinished(record=record, tokens_per_s=rate):
             skipped = "" if record.decision == "apply" else f"  skipped: {record.reason}"
             balance = "" if record.balance_loss is None else f"balance {number(record.balance_loss)}  "
+            balance += f"dropped {record.drop_ratio:.2g}  " if record.drop_ratio else ""
             return (
                 f"step {record.step + 1}  loss {number(record.loss)}  norm {number(record.gradient_norm)}  "
                 f"{balance}tokens/s {count(rate)}{skipped}"

@@ -151,10 +151,8 @@ class CoordinatorMetrics:
         self._loss = self._gauge("skein_loss_nats", "Training loss of the newest step, per token")
         self._evaluation_loss = self._gauge("skein_evaluation_loss_nats", "Validation loss, per token")
         self._gradient_norm = self._gauge("skein_gradient_norm", "Global norm of the newest gradient")
-        self._balance = self._gauge(
-            "skein_balance_loss",
-            "Mean balance loss of sparse layers in the newest step, 1 where experts are even",
-        )
+        self._balance = self._gauge("skein_balance_loss", "Mean of sparse layers; 1: experts are used evenly")
+        self._drop_ratio = self._gauge("skein_dropped_choices_ratio", "Share of choices that are dropped")
         self._learning_rate = self._gauge("skein_learning_rate", "Learning rate of the newest step")
         self._throughput = self._gauge("skein_throughput_tokens_per_second", "Tokens trained on, smoothed")
         self._version = self._gauge("skein_version_steps", "Committed steps that count")
@@ -359,6 +357,8 @@ class CoordinatorMetrics:
         self._gradient_norm.labels(job).set(step.gradient_norm)
         if step.balance_loss is not None:
             self._balance.labels(job).set(step.balance_loss)
+        if step.drop_ratio is not None:
+            self._drop_ratio.labels(job).set(step.drop_ratio)
         self._learning_rate.labels(job).set(step.learning_rate)
         self._throughput.labels(job).set(fold.tokens_per_s)
         if fold.last_step_s is not None:

@@ -37,6 +37,7 @@ def job_status(view: CoordinatorView, journal: Journal, job: JobId) -> JobStatus
         total_steps=history.total_steps,
         loss=None if last is None else last.loss,
         balance_loss=None if last is None else last.balance_loss,
+        drop_ratio=None if last is None else last.drop_ratio,
         evaluation_loss=None if evaluation is None else evaluation.loss,
         num_tokens=history.num_tokens,
         num_late_samples=history.num_late_samples,

@@ -158,6 +158,11 @@ _TRAINING = Row(
             queries=(_query("skein_balance_loss", "{{job}}"),),
         ),
         Panel(
+            title="Choices dropped",
+            about="Share of the choices of experts that found theirs full, where a job gives them a capacity.",
+            queries=(_query("skein_dropped_choices_ratio", "{{job}}"),),
+        ),
+        Panel(
             title="Learning rate",
             about="What the newest step was applied with.",
             queries=(_query("skein_learning_rate", "{{job}}"),),

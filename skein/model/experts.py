@@ -3,6 +3,7 @@
 Figures are those of `skein.model.decoder`: parameters of all experts, arithmetic and memory of the chosen ones.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from skein.errors import UserError
@@ -53,6 +54,14 @@ class Experts:
             for expert in range(self.num_experts)
             for name, shape in self.matrices().items()
         }
+
+    def even_choices(self, num_tokens: int) -> float:
+        """Choices of so many tokens for each expert if all took as many, times the capacity if there is one."""
+        return self.num_chosen * num_tokens / self.num_experts * (self.routing.capacity or 1.0)
+
+    def most_choices(self, num_tokens: int) -> int | None:
+        """Choices of a training microbatch of so many tokens that an expert takes at most; None: all of them."""
+        return None if self.routing.capacity is None else math.ceil(self.even_choices(num_tokens))
 
     @property
     def num_resting_elements(self) -> int:

@@ -104,6 +104,13 @@ class AnyModel(Spec):
         made._split = split
         return made
 
+    def check_microbatch(self, num_samples: int, sequence_tokens: int) -> None:
+        """Refuses a microbatch of so many samples that is too small for it.
+
+        Raises:
+            UserError: names the field of the model that makes it so.
+        """
+
     @property
     def begins_from(self) -> str | None:
         """The Hugging Face directory that the weights begin from; None: they are drawn."""

@@ -1,8 +1,10 @@
 """Decoders with experts, whatever differs between families."""
 
+import math
 from dataclasses import replace
 from typing import ClassVar
 
+from skein.errors import UserError
 from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.experts import Experts
 from skein.model.routing import RoutingSpec
@@ -20,3 +22,11 @@ class SparseModel(DecoderModel):
         experts = decoder_shape(self).experts
         assert experts is not None, "a sparse family without experts"
         return replace(experts, routing=self.routing)
+
+    def check_microbatch(self, num_samples: int, sequence_tokens: int) -> None:
+        num_tokens, capacity = num_samples * sequence_tokens, self.routing.capacity
+        share = self.experts.even_choices(num_tokens)
+        if capacity is not None and share < 1:
+            least = math.ceil(1000 * capacity / share) / 1000
+            hint = f"experts would take {share:.2g} choices of a microbatch of {num_tokens} tokens: give {least:g}"
+            raise UserError("model.routing.capacity", capacity, hint)

@@ -168,6 +168,8 @@ class JobStatus:
     """Workers that get no more work of it, for they were shown to contribute wrongly."""
     balance_loss: float | None = None
     """Mean over sparse layers in the newest step: 1 where experts are used evenly; None: there are none."""
+    drop_ratio: float | None = None
+    """Share of the newest step's choices of experts that found theirs full; None: there are no sparse layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,8 +150,8 @@ def skipped(body: StepFinished) -> StepFinished:
     return replace(body, record=replace(body.record, decision=Decision.SKIP, reason="not finite"))
 
 
-def balanced(body: StepFinished) -> StepFinished:
-    return replace(body, record=replace(body.record, balance_loss=1.25))
+def balanced(body: StepFinished, *, drop_ratio: float = 0.0) -> StepFinished:
+    return replace(body, record=replace(body.record, balance_loss=1.25, drop_ratio=drop_ratio))
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,10 @@ def balanced(body: StepFinished) -> StepFinished:
     [
         (event(1, step_body(0)), "step 1  loss 2  norm 1.5  tokens/s 200"),
         (event(1, balanced(step_body(0))), "step 1  loss 2  norm 1.5  balance 1.25  tokens/s 200"),
+        (
+            event(1, balanced(step_body(0), drop_ratio=0.125)),
+            "step 1  loss 2  norm 1.5  balance 1.25  dropped 0.12  tokens/s 200",
+        ),
         (event(1, skipped(step_body(0))), "step 1  loss 2  norm 1.5  tokens/s 200  skipped: not finite"),
         (event(1, CheckpointFinished(version=Step(4), url=None)), "step 4  checkpoint at the coordinator"),
         (event(1, CheckpointFinished(version=Step(4), url="s3://b")), "step 4  checkpoint at s3://b"),

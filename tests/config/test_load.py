@@ -112,6 +112,14 @@ WRONG_VALUES = {
     "model={family: digits_cnn, preset: x}": "model.preset: 'x': no such key: "
     "it belongs to family: llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe; "
     "with family: digits_cnn here are family, channels, num_blocks",
+    "model={family: mixtral, preset: mixtral-1m, routing: {capacity: 0.001}}": "model.routing.capacity: 0.001: "
+    "experts would take 0.51 choices of a microbatch of 1024 tokens: give 0.002",
+    "model={family: mixtral, preset: mixtral-1m, routing: {drop: prob}}": "model.routing.drop: 'prob': "
+    "give choice_major, token_major or probs; did you mean probs?",
+    "model.routing={capacity: 1}": "model.routing: a mapping: no such key: it belongs to family: mixtral or qwen3_moe; "
+    "with family: llama here are family, preset, shape, init_from, config",
+    "model={family: mixtral, shape: {num_experts_per_tok: 9}}": "model.shape.num_experts_per_tok: 9: "
+    "there are 8 experts: give at most so many",
     "model.shape.hidden_size=7": "model.shape.hidden_size: 7: give a whole number from 8 to 65536",
     "model.shape.hidden_size=130": "model.shape.hidden_size: 130: "
     "give an even multiple of num_attention_heads (4), or set head_dim",

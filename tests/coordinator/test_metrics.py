@@ -96,8 +96,9 @@ def test_the_balance_of_experts_is_told_of_jobs_that_have_them() -> None:
     metrics.recorded(LOG)
     assert ("skein_balance_loss", (JOB,)) not in samples(metrics)
     told = committed(JOB, 5, wall_s=16.0)
-    metrics.recorded([replace(told, record=replace(told.record, balance_loss=1.25))])
+    metrics.recorded([replace(told, record=replace(told.record, balance_loss=1.25, drop_ratio=0.125))])
     assert samples(metrics)["skein_balance_loss", (JOB,)] == 1.25
+    assert samples(metrics)["skein_dropped_choices_ratio", (JOB,)] == 0.125
 
 
 def test_replay_gives_the_numbers_that_were_before() -> None:

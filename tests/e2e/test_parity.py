@@ -28,9 +28,10 @@ from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.families.mlp import MlpModel
 from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
-from skein.model.routing import RoutingSpec
+from skein.model.routing import DropOrder, RoutingSpec
 from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.model.table import ModelSpec
+from skein.protocol.messages.directives import StepRecord
 from skein.types import JobState, Layout, Precision
 from skein.wire.views import StepFinished
 from tests.e2e.shared import SharedCluster
@@ -84,8 +85,12 @@ def make_job(
     )
 
 
-Told = tuple[float, float, float | None]
-"""Loss, gradient norm and balance loss of a step."""
+Told = tuple[float, float, float | None, float | None]
+"""Loss, gradient norm, balance loss and drop ratio of a step."""
+
+
+def numbers_of(record: StepRecord) -> Told:
+    return record.loss, record.gradient_norm, record.balance_loss, record.drop_ratio
 
 
 def train(cluster: Cluster, job: JobSpec) -> list[Told]:
@@ -94,14 +99,15 @@ def train(cluster: Cluster, job: JobSpec) -> list[Told]:
         steps = [e.body.record for e in submitted.events() if isinstance(e.body, StepFinished)]
         status = submitted.status()
     assert status.state is JobState.FINISHED, status.reason
-    return [(record.loss, record.gradient_norm, record.balance_loss) for record in steps]
+    return [numbers_of(record) for record in steps]
 
 
 def check(found: list[Told], wanted: list[ReferenceStep], tolerance: float) -> None:
     assert len(found) == NUM_STEPS
-    for step, ((loss, norm, balance), reference) in enumerate(zip(found, wanted, strict=True)):
+    for step, ((loss, norm, balance, drops), reference) in enumerate(zip(found, wanted, strict=True)):
         assert loss == pytest.approx(reference.loss, rel=tolerance), f"loss of step {step}"
         assert norm == pytest.approx(reference.gradient_norm, rel=tolerance), f"norm of step {step}"
+        assert drops == reference.drop_ratio, f"choices dropped in step {step}"
         assert (balance is None) == (reference.balance_loss is None), f"balance of step {step}"
         if reference.balance_loss is not None:
             assert balance == pytest.approx(reference.balance_loss, rel=tolerance), f"balance of step {step}"
@@ -142,7 +148,7 @@ SPARSE: list[tuple[ModelSpec, int, int, Layout, Literal["whole", "split"]]] = [
     for model in (
         MixtralModel(shape=MixtralShape.model_validate(_SIZES | {"num_local_experts": 4})),
         Qwen3MoeModel(
-            routing=RoutingSpec(balance_coefficient=0.1),
+            routing=RoutingSpec(balance_coefficient=0.1, capacity=1.0, drop=DropOrder.PROBS),
             shape=Qwen3MoeShape.model_validate(
                 _SIZES | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
             ),

@@ -17,7 +17,7 @@ from skein.protocol.log.records import PlanAdopted
 from skein.types import JobId, JobState, Layout, Precision
 from skein.wire.views import StepFinished
 from tests.e2e.shared import SharedCluster
-from tests.e2e.test_parity import NUM_STEPS, TOLERANCES, check, make_job
+from tests.e2e.test_parity import NUM_STEPS, TOLERANCES, check, make_job, numbers_of
 from tests.support.skipping import run_skipping
 
 POLL_S = 0.2
@@ -97,7 +97,7 @@ def test_searched_paths_that_skip_and_swap_train_like_one_torch_process(
     assert {len(way) for way in ways} == {4}
     wanted = run_skipping(job, NUM_STEPS, ways, cut_at=plan.stages)
     check(
-        [(step.loss, step.gradient_norm, step.balance_loss) for step in steps],
+        [numbers_of(step) for step in steps],
         wanted,
         TOLERANCES[Precision.FP64],
     )

@@ -158,7 +158,7 @@ def test_what_is_put_aside_is_carried_over_and_a_weight_op_goes_on_from_it() -> 
 
 
 def balance(loss_sum: float) -> Balance:
-    return Balance(loss_sum=loss_sum, num_tokens=3)
+    return Balance(loss_sum=loss_sum, num_tokens=3, num_choices=8, num_dropped=1)
 
 
 def test_balances_are_told_of_what_is_in_the_ledger_and_survive_a_stop() -> None:
@@ -176,7 +176,7 @@ def test_balances_are_told_of_what_is_in_the_ledger_and_survive_a_stop() -> None
     after.resume(machine.carried(), schedule("b", "I1.1 W1.1"))
     after.arrive(backward(1, 1, SPLIT))
     assert run_ready(after) == ["I1", "W1"]
-    assert after.balance(StageIndex(1)) == Balance(loss_sum=2.25, num_tokens=6)
+    assert after.balance(StageIndex(1)) == Balance(loss_sum=2.25, num_tokens=6, num_choices=16, num_dropped=2)
     # Of the next step nothing is known yet.
     after.advance(Step(1))
     assert after.balance(StageIndex(1)) is None

@@ -246,7 +246,11 @@ def test_all_numbers_come_from_the_reports() -> None:
 
 def test_the_balance_of_experts_is_the_mean_over_what_all_chunks_tell() -> None:
     plan = grid_plan(stages=3, replicas=1, num_microbatches=2)
-    told = {0: Balance(loss_sum=11.0, num_tokens=10), 1: Balance(loss_sum=9.0, num_tokens=5), 2: None}
+    told = {
+        0: Balance(loss_sum=11.0, num_tokens=10, num_choices=30, num_dropped=2),
+        1: Balance(loss_sum=9.0, num_tokens=5, num_choices=10, num_dropped=3),
+        2: None,
+    }
     machine = round_of(plan)
     for at, microbatches in plan.microbatches_by_chunk().items():
         done = stage_done(
@@ -257,6 +261,7 @@ def test_the_balance_of_experts_is_the_mean_over_what_all_chunks_tell() -> None:
     [record] = hear_votes(machine, plan)
     assert isinstance(record, StepRecord)
     assert record.balance_loss == 20 / 15
+    assert record.drop_ratio == 5 / 40
 
 
 def test_a_norm_above_the_limit_is_clipped_to_it() -> None:

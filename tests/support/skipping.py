@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bench.reference import ReferenceStep, RouterWatch, torch_optimizer
+from bench.reference import PlainExperts, ReferenceStep, torch_optimizer
 from skein.config.job import JobSpec
 from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
@@ -30,7 +30,7 @@ def run_skipping(
     spec = job.optimizer
     optimizer = torch_optimizer(spec, parameters.values())
     dataset = open_dataset(job.data, job.model, seed=job.seed)
-    watch = RouterWatch(stages)
+    experts = PlainExperts(stages)
     steps = []
     for step in range(num_steps):
         optimizer.zero_grad(set_to_none=True)
@@ -41,9 +41,9 @@ def run_skipping(
             if job.parallel.layout is Layout.LOOP:
                 way.append(len(stages) - 1)
             loss, num_valid = _loss([stages[s] for s in way], *_batch(job, dataset, step, microbatch))
-            balances = watch.taken()
+            balances = experts.taken()
             pull = num_valid * sum(balances, loss.new_zeros(()))
-            torch.autograd.backward(loss + watch.coefficient * pull)
+            torch.autograd.backward(loss + experts.coefficient * pull)
             total += float(loss.detach())
             balance += float(pull.detach())
             weight += num_valid * len(balances)
@@ -62,6 +62,7 @@ def run_skipping(
                 gradient_norm=float(norm),
                 seconds=0.0,
                 balance_loss=balance / weight if weight else None,
+                drop_ratio=experts.drop_ratio(),
             )
         )
     return steps

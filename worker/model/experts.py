@@ -2,11 +2,12 @@
 
 Rules of this file
 - Rows are copies of tokens, those of one expert side by side, in the order of the tokens; the place of each choice of a
-  token among the rows leads back. Nothing is padded, and no choice is dropped.
+  token among the rows leads back. A choice that is dropped has no row, and leads to zeros.
+- Choices are dropped in training alone, so that losses on validation data are those of the model as it is exported.
 - Sums go by a token's choices, in their order, so that equal inputs give equal bits on any device.
 - An expert that no token goes through has a gradient of zero.
 
-N tokens of a microbatch, D hidden features, E experts, K choices of a token, R = N K rows, O outputs.
+N tokens of a microbatch, D hidden features, E experts, K choices of a token, C = N K of all, R rows, O outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from skein.model.experts import Experts
+from skein.model.routing import DropOrder
 from skein.types import Precision
 from worker.model.base import Linear, parameter_dtype
 from worker.model.junction import Junction
@@ -31,29 +33,44 @@ _ALIGNED = 8
 """Grouped products want rows whose length is a multiple of 16 bytes."""
 
 
+WEIGHT_STEPS = 2**16
+"""Weights that are equal in so many steps from 0 to 1 are equal where choices are dropped by weight."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
     """Way of tokens to experts and back.
 
     Attributes:
-        tokens_R: token of each row.
-        places_NK: row of each choice of a token.
+        choices_R: choice that each row is of, all choices counted token by token.
+        places_NK: row of each choice of a token; of one that is dropped, the row after the last.
         num_rows: rows of each expert, in their order; on the host, which cuts rows by them.
     """
 
-    tokens_R: Tensor
+    choices_R: Tensor
     places_NK: Tensor
     num_rows: tuple[int, ...]
 
     @classmethod
-    def of(cls, choices_NK: Tensor, num_experts: int) -> Self:
-        """The way of tokens to the experts that each has chosen."""
-        num_tokens, num_chosen = choices_NK.shape
-        order_R = choices_NK.flatten().sort(stable=True).indices
-        places_R = torch.empty_like(order_R)
-        places_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        num_rows = torch.bincount(choices_NK.flatten(), minlength=num_experts).tolist()
-        return cls(order_R // num_chosen, places_R.view(num_tokens, num_chosen), tuple(num_rows))
+    def of(cls, choices_NK: Tensor, num_experts: int, kept_NK: Tensor | None = None) -> Self:
+        """The way of tokens to the experts that each has chosen; of choices that are not `kept_NK`, none."""
+        choices_C = choices_NK.flatten()
+        order_R = choices_C.sort(stable=True).indices
+        if kept_NK is not None:
+            order_R = order_R[kept_NK.flatten()[order_R]]
+        places_C = torch.full_like(choices_C, len(order_R))
+        places_C[order_R] = torch.arange(len(order_R), device=order_R.device)
+        num_rows = torch.bincount(choices_C[order_R], minlength=num_experts).tolist()
+        return cls(order_R, places_C.view_as(choices_NK), tuple(num_rows))
+
+    @property
+    def tokens_R(self) -> Tensor:
+        """Token of each row."""
+        return self.choices_R // self.places_NK.shape[1]
+
+    def padded(self, x_RD: Tensor) -> Tensor:
+        """Rows with one of zeros after the last if any choice is dropped."""
+        return x_RD if len(x_RD) == self.places_NK.numel() else functional.pad(x_RD, (0, 0, 0, 1))
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -70,6 +87,28 @@ def likeliest(chances_NE: Tensor, num_chosen: int) -> Tensor:
     """The most likely experts of each token, (N, K), the likeliest first; of equal ones the lower first."""
     order_NE = chances_NE.detach().sort(dim=-1, descending=True, stable=True).indices
     return order_NE[:, :num_chosen].contiguous()
+
+
+def slots_of(choices_NK: Tensor, weights_NK: Tensor, num_experts: int, order: DropOrder) -> Tensor:
+    """Place of each choice among those of its expert, (N, K), in the order in which the expert takes them.
+
+    Source: Lepikhin et al., GShard, 2020, Algorithm 1 (choices in turn); Riquelme et al., Scaling Vision with Sparse
+    Mixture of Experts, 2021, Section 4.1 (by weight). Equal weights go by token, then by choice; they count in whole
+    `WEIGHT_STEPS`, for a run of one token begins a sample with weights that differ by nothing but rounding.
+    """
+    num_tokens, num_chosen = choices_NK.shape
+    turn_C = torch.arange(choices_NK.numel(), device=choices_NK.device)
+    if order is DropOrder.CHOICE_MAJOR:
+        turn_C = turn_C.view(num_tokens, num_chosen).t().flatten()
+    elif order is DropOrder.PROBS:
+        rounded_C = (weights_NK.detach().flatten() * WEIGHT_STEPS).round()
+        turn_C = rounded_C.sort(descending=True, stable=True).indices
+    by_expert_C = turn_C[choices_NK.flatten()[turn_C].sort(stable=True).indices]
+    counts_E = torch.bincount(choices_NK.flatten(), minlength=num_experts)
+    starts_E = counts_E.cumsum(0) - counts_E
+    slots_C = torch.empty_like(turn_C)
+    slots_C[by_expert_C] = torch.arange(len(turn_C), device=turn_C.device)
+    return slots_C.view_as(choices_NK) - starts_E[choices_NK]
 
 
 class SparseMlp(nn.Module):
@@ -97,17 +136,29 @@ class SparseMlp(nn.Module):
         x_ND = x_BTD.flatten(0, -2)
         chances_NE = self.gate(x_ND).to(self.dtype).softmax(-1)
         choices_NK = likeliest(chances_NE, self.sizes.num_chosen)
-        rows = ExpertRows.of(choices_NK, self.sizes.num_experts)
-        chances_NE = self.junction.weighed(chances_NE, rows.num_rows, self.sizes.routing.balance_coefficient)
+        counts_E = torch.bincount(choices_NK.flatten(), minlength=self.sizes.num_experts)
+        chances_NE = self.junction.weighed(chances_NE, counts_E, self.sizes.routing.balance_coefficient)
         weights_NK = chances_NE.gather(-1, choices_NK)
         if self.sizes.is_normalised:
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        rows = self._rows(choices_NK, weights_NK)
         x_RD = _dispatch(x_ND, rows)
         inner_RO = swiglu(
             _grouped(x_RD, rows, self.tray, *self._gates), _grouped(x_RD, rows, self.tray, *self._ups)
         )
         y_RD = _grouped(inner_RO, rows, self.tray, *self._downs)
         return _combine(y_RD, weights_NK, rows).view(x_BTD.shape)
+
+    def _rows(self, choices_NK: Tensor, weights_NK: Tensor) -> ExpertRows:
+        """Way of tokens to experts: in training without the choices that find their expert full."""
+        num_experts, routing = self.sizes.num_experts, self.sizes.routing
+        most = self.sizes.most_choices(len(choices_NK)) if self.junction.is_training else None
+        if most is None:
+            return ExpertRows.of(choices_NK, num_experts)
+        kept_NK = slots_of(choices_NK, weights_NK, num_experts, routing.drop) < most
+        rows = ExpertRows.of(choices_NK, num_experts, kept_NK)
+        self.junction.dropped(choices_NK.numel() - sum(rows.num_rows))
+        return rows
 
 
 class _Expert(nn.Module):
@@ -132,11 +183,13 @@ class _Dispatch(Function):
     @staticmethod
     def forward(ctx: _Context, x_ND: Tensor, rows: ExpertRows) -> Tensor:
         ctx.save_for_backward(rows.places_NK)
+        ctx.rows = rows
         return x_ND[rows.tokens_R]
 
     @staticmethod
     def backward(ctx: _Context, grad_RD: Tensor) -> tuple[Tensor, None]:
         (places_NK,) = ctx.saved_tensors
+        grad_RD = ctx.rows.padded(grad_RD)
         first_N, *others = places_NK.unbind(-1)
         grad_ND = grad_RD[first_N]
         for places_N in others:
@@ -149,21 +202,21 @@ class _Combine(Function):
 
     @staticmethod
     def forward(ctx: _Context, y_RD: Tensor, weights_NK: Tensor, rows: ExpertRows) -> Tensor:
-        ctx.save_for_backward(y_RD, weights_NK, rows.tokens_R, rows.places_NK)
-        y_ND = weights_NK.new_zeros(len(weights_NK), y_RD.shape[-1])
+        ctx.save_for_backward(y_RD, weights_NK, rows.choices_R, rows.places_NK)
+        ctx.rows = rows
+        y_ND, padded_RD = weights_NK.new_zeros(len(weights_NK), y_RD.shape[-1]), rows.padded(y_RD)
         for choice, places_N in enumerate(rows.places_NK.unbind(-1)):
-            y_ND += y_RD[places_N] * weights_NK[:, choice, None]
+            y_ND += padded_RD[places_N] * weights_NK[:, choice, None]
         return y_ND
 
     @staticmethod
     def backward(ctx: _Context, grad_ND: Tensor) -> tuple[Tensor, Tensor, None]:
-        y_RD, weights_NK, tokens_R, places_NK = ctx.saved_tensors
-        weights_R = torch.empty_like(weights_NK.flatten())
-        weights_R[places_NK.flatten()] = weights_NK.flatten()
+        y_RD, weights_NK, choices_R, places_NK = ctx.saved_tensors
+        padded_RD = ctx.rows.padded(y_RD)
         grad_weights_NK = [
-            torch.linalg.vecdot(grad_ND, y_RD[places_N].to(grad_ND)) for places_N in places_NK.unbind(-1)
+            torch.linalg.vecdot(grad_ND, padded_RD[places_N].to(grad_ND)) for places_N in places_NK.unbind(-1)
         ]
-        grad_RD = grad_ND[tokens_R] * weights_R[:, None]
+        grad_RD = grad_ND[choices_R // weights_NK.shape[1]] * weights_NK.flatten()[choices_R, None]
         return grad_RD.to(y_RD), torch.stack(grad_weights_NK, -1), None
 
 

@@ -3,7 +3,7 @@
 N tokens of a microbatch, E experts, K choices of a token.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,6 +22,9 @@ class RoutedMicrobatch:
     """None: outside of training, where nothing is told."""
     losses: list[float]
     """Balance loss of each layer."""
+    num_choices: int = 0
+    num_dropped: int = 0
+    """Choices of all layers that found their expert full."""
 
     @property
     def balance(self) -> Balance | None:
@@ -29,7 +32,10 @@ class RoutedMicrobatch:
         if self.num_valid is None:
             return None
         return Balance(
-            loss_sum=self.num_valid * sum(self.losses), num_tokens=self.num_valid * len(self.losses)
+            loss_sum=self.num_valid * sum(self.losses),
+            num_tokens=self.num_valid * len(self.losses),
+            num_choices=self.num_choices,
+            num_dropped=self.num_dropped,
         )
 
 
@@ -49,7 +55,17 @@ class Junction:
         finally:
             self._visit = None
 
-    def weighed(self, chances_NE: Tensor, num_rows: Sequence[int], coefficient: float) -> Tensor:
+    @property
+    def is_training(self) -> bool:
+        """Whether what goes through the stage now trains it."""
+        return self._visit is not None and self._visit.num_valid is not None
+
+    def dropped(self, num_dropped: int) -> None:
+        """So many of a layer's choices found their expert full."""
+        assert self._visit is not None, "choices are dropped in training alone"
+        self._visit.num_dropped += num_dropped
+
+    def weighed(self, chances_NE: Tensor, counts_E: Tensor, coefficient: float) -> Tensor:
         """The same chances, whose gradient has that of the balance loss in it from now on.
 
         The loss of a layer is E times the sum, over experts, of the share of all choices that went to one and its mean
@@ -58,7 +74,7 @@ class Junction:
 
         Args:
             chances_NE: of each token's experts, in the dtype of parameters.
-            num_rows: choices that went to each expert.
+            counts_E: choices of each expert, those that are dropped too.
             coefficient: what the loss counts per valid token.
 
         Source: Fedus et al., Switch Transformers, 2021, Eq. 4 to 6, for several choices of a token divided by K.
@@ -67,7 +83,9 @@ class Junction:
         if visit is None or visit.num_valid is None:
             return chances_NE
         num_tokens, num_experts = chances_NE.shape
-        shares_E = chances_NE.new_tensor(num_rows) * (num_experts / sum(num_rows))
+        num_choices = int(counts_E.sum())
+        shares_E = counts_E.to(chances_NE) * (num_experts / num_choices)
+        visit.num_choices += num_choices
         visit.losses.append(float(shares_E @ chances_NE.detach().mean(0)))
         factor = coefficient * visit.num_valid / num_tokens
         return _pulled(chances_NE, shares_E * factor) if factor else chances_NE

@@ -192,6 +192,8 @@ class StepRecord:
     """Samples of this step that are left out: their walkers were not waited for, and give them up."""
     balance_loss: float | None = None
     """Mean over sparse layers and their valid tokens, 1 where experts are used evenly; None: the model has none."""
+    drop_ratio: float | None = None
+    """Share of the choices of experts that found theirs full; None: the model has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,16 +103,23 @@ class Balance:
     """Evenness with which tokens went to the experts of a chunk's layers.
 
     `loss_sum` is the balance loss of each layer and microbatch times its valid tokens, `num_tokens` these tokens, once
-    for each layer.
+    for each layer; `num_dropped` of the `num_choices` of all tokens found their expert full.
     """
 
     loss_sum: float
     num_tokens: int
+    num_choices: int
+    num_dropped: int
 
     @property
     def mean(self) -> float:
         """Mean balance loss of a layer, per valid token; 0 without any."""
         return self.loss_sum / self.num_tokens if self.num_tokens else 0.0
+
+    @property
+    def drop_ratio(self) -> float:
+        """Share of the choices that were dropped."""
+        return self.num_dropped / self.num_choices if self.num_choices else 0.0
 
     @classmethod
     def sum_of(cls, balances: Iterable["Balance | None"]) -> "Balance | None":
@@ -123,6 +130,8 @@ class Balance:
         return cls(
             loss_sum=exact_sum(balance.loss_sum for balance in told),
             num_tokens=sum(balance.num_tokens for balance in told),
+            num_choices=sum(balance.num_choices for balance in told),
+            num_dropped=sum(balance.num_dropped for balance in told),
         )
 
 

@@ -473,6 +473,7 @@ class Round:
             samples_after=(self.terms.step + 1) * self.terms.batch_samples,
             num_late_samples=self._num_late_samples(),
             balance_loss=None if balance is None else balance.mean,
+            drop_ratio=None if balance is None else balance.drop_ratio,
         )
 
     def _num_late_samples(self) -> int:

@@ -340,7 +340,12 @@ class SimExecutor:
         num_layers = self.times[op.chunk.stage].num_sparse_layers
         if num_layers is None:
             return None
-        return Balance(loss_sum=float(num_layers * (op.microbatch + 1)), num_tokens=num_layers)
+        return Balance(
+            loss_sum=float(num_layers * (op.microbatch + 1)),
+            num_tokens=num_layers,
+            num_choices=4 * num_layers,
+            num_dropped=num_layers * (op.microbatch % 2),
+        )
 
     def _pack(self, op: PackOp) -> None:
         held = max(self.times[stage].parameter_bytes for stage in op.stages)

@@ -22,6 +22,8 @@ class Point:
     gradient_norm: float | None = None
     balance_loss: float | None = None
     """Mean over sparse layers of a model with experts: 1 where all are used evenly."""
+    drop_ratio: float | None = None
+    """Share of their choices that found an expert full."""
     learning_rate: float | None = None
     tokens_per_s: float | None = None
     decision: str = ""
@@ -33,6 +35,7 @@ MEASURES = (
     "validation_loss",
     "gradient_norm",
     "balance_loss",
+    "drop_ratio",
     "learning_rate",
     "tokens_per_s",
     "tokens",
@@ -89,6 +92,7 @@ class Course:
                     validation_loss=None if evaluation is None else evaluation.loss,
                     gradient_norm=None if step is None else step.record.gradient_norm,
                     balance_loss=None if step is None else step.record.balance_loss,
+                    drop_ratio=None if step is None else step.record.drop_ratio,
                     learning_rate=None if step is None else step.record.learning_rate,
                     tokens_per_s=None if step is None else step.tokens_per_s,
                     decision="" if step is None else step.record.decision,

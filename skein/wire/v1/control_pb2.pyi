@@ -948,19 +948,27 @@ class Balance(_message.Message):
 
     LOSS_SUM_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_FIELD_NUMBER: _builtins.int
     loss_sum: _builtins.float
     """Balance loss of each layer and microbatch times its valid tokens."""
     num_tokens: _builtins.int
     """These tokens, once for each layer."""
+    num_choices: _builtins.int
+    """Of all tokens and layers."""
+    num_dropped: _builtins.int
+    """Of these, found their expert full."""
     def __init__(
         self,
         *,
         loss_sum: _builtins.float = ...,
         num_tokens: _builtins.int = ...,
+        num_choices: _builtins.int = ...,
+        num_dropped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_sum", b"loss_sum", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_sum", b"loss_sum", "num_choices", b"num_choices", "num_dropped", b"num_dropped", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -922,6 +922,7 @@ class StepRecord(_message.Message):
     SAMPLES_AFTER_FIELD_NUMBER: _builtins.int
     NUM_LATE_SAMPLES_FIELD_NUMBER: _builtins.int
     BALANCE_LOSS_FIELD_NUMBER: _builtins.int
+    DROP_RATIO_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     decision: Global___Decision.ValueType
     reason: _builtins.str
@@ -936,6 +937,8 @@ class StepRecord(_message.Message):
     """Left out, for their walkers were not waited for."""
     balance_loss: _builtins.float
     """Mean over sparse layers and their valid tokens."""
+    drop_ratio: _builtins.float
+    """Share of choices of experts that found theirs full."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupResult]: ...
     def __init__(
@@ -954,14 +957,20 @@ class StepRecord(_message.Message):
         samples_after: _builtins.int = ...,
         num_late_samples: _builtins.int = ...,
         balance_loss: _builtins.float | None = ...,
+        drop_ratio: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "balance_loss", b"balance_loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_drop_ratio", b"_drop_ratio", "balance_loss", b"balance_loss", "drop_ratio", b"drop_ratio"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "balance_loss", b"balance_loss", "clip", b"clip", "decision", b"decision", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "num_late_samples", b"num_late_samples", "num_tokens", b"num_tokens", "reason", b"reason", "results", b"results", "samples_after", b"samples_after", "step", b"step", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_drop_ratio", b"_drop_ratio", "balance_loss", b"balance_loss", "clip", b"clip", "decision", b"decision", "drop_ratio", b"drop_ratio", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "num_late_samples", b"num_late_samples", "num_tokens", b"num_tokens", "reason", b"reason", "results", b"results", "samples_after", b"samples_after", "step", b"step", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__balance_loss: _TypeAlias = _typing.Literal["balance_loss"]  # noqa: Y015
     _WhichOneofArgType__balance_loss: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss"]  # noqa: Y015
+    _WhichOneofReturnType__drop_ratio: _TypeAlias = _typing.Literal["drop_ratio"]  # noqa: Y015
+    _WhichOneofArgType__drop_ratio: _TypeAlias = _typing.Literal["_drop_ratio", b"_drop_ratio"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__balance_loss) -> _WhichOneofReturnType__balance_loss | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drop_ratio) -> _WhichOneofReturnType__drop_ratio | None: ...
 
 Global___StepRecord: _TypeAlias = StepRecord  # noqa: Y015
 

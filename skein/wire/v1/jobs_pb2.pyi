@@ -578,6 +578,7 @@ class JobStatus(_message.Message):
     QUOTAS_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     BALANCE_LOSS_FIELD_NUMBER: _builtins.int
+    DROP_RATIO_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _ids_pb2.JobState.ValueType
@@ -616,6 +617,8 @@ class JobStatus(_message.Message):
     """Whose it is."""
     balance_loss: _builtins.float
     """Of the newest step, mean over sparse layers; absent: there are none."""
+    drop_ratio: _builtins.float
+    """Of the newest step; absent: there are no sparse layers."""
     @_builtins.property
     def chunk_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkTimes]:
         """Not in a list of jobs."""
@@ -672,15 +675,18 @@ class JobStatus(_message.Message):
         quotas: _abc.Iterable[Global___QuotaUse] | None = ...,
         quarantined: _abc.Iterable[_builtins.str] | None = ...,
         balance_loss: _builtins.float | None = ...,
+        drop_ratio: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "measured_step_s", b"measured_step_s", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "measured_step_s", b"measured_step_s", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__balance_loss: _TypeAlias = _typing.Literal["balance_loss"]  # noqa: Y015
     _WhichOneofArgType__balance_loss: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss"]  # noqa: Y015
     _WhichOneofReturnType__checkpoint_version: _TypeAlias = _typing.Literal["checkpoint_version"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_version: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version"]  # noqa: Y015
+    _WhichOneofReturnType__drop_ratio: _TypeAlias = _typing.Literal["drop_ratio"]  # noqa: Y015
+    _WhichOneofArgType__drop_ratio: _TypeAlias = _typing.Literal["_drop_ratio", b"_drop_ratio"]  # noqa: Y015
     _WhichOneofReturnType__evaluation_loss: _TypeAlias = _typing.Literal["evaluation_loss"]  # noqa: Y015
     _WhichOneofArgType__evaluation_loss: _TypeAlias = _typing.Literal["_evaluation_loss", b"_evaluation_loss"]  # noqa: Y015
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
@@ -693,6 +699,8 @@ class JobStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__balance_loss) -> _WhichOneofReturnType__balance_loss | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_version) -> _WhichOneofReturnType__checkpoint_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drop_ratio) -> _WhichOneofReturnType__drop_ratio | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__evaluation_loss) -> _WhichOneofReturnType__evaluation_loss | None: ...
     @_typing.overload

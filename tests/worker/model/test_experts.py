@@ -1,5 +1,6 @@
 """Experts: who is chosen, the way there and back, and the sums against a plain loop over tokens."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bench.reference import PlainExperts
 from skein.model.experts import ExpertNames, Experts
+from skein.model.routing import DropOrder, RoutingSpec
 from skein.types import Precision
 from tests.worker.model.builders import assert_near
-from worker.model.experts import ExpertRows, SparseMlp, likeliest
+from worker.model.experts import ExpertRows, SparseMlp, likeliest, slots_of
 from worker.model.junction import Junction
 from worker.model.pending import Tray, add_up
 
@@ -57,6 +60,23 @@ def plain(module: SparseMlp, x_BTD: Tensor) -> Tensor:
     return torch.stack(given).view(x_BTD.shape)
 
 
+def slot_by_slot(choices: list[list[int]], weights: list[list[float]], order: DropOrder) -> list[list[int]]:
+    """The same by a loop over choices in turn, each of which goes behind those that its expert has."""
+    every = [(token, choice) for token, row in enumerate(choices) for choice in range(len(row))]
+    turns = {
+        DropOrder.TOKEN_MAJOR: every,
+        DropOrder.CHOICE_MAJOR: sorted(every, key=lambda pair: (pair[1], pair[0])),
+        DropOrder.PROBS: sorted(every, key=lambda pair: (-weights[pair[0]][pair[1]], pair)),
+    }
+    slots = [[-1] * len(row) for row in choices]
+    waiting: Counter[int] = Counter()
+    for token, choice in turns[order]:
+        expert = choices[token][choice]
+        slots[token][choice] = waiting[expert]
+        waiting[expert] += 1
+    return slots
+
+
 def gradients(module: SparseMlp) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -75,6 +95,79 @@ def test_rows_of_an_expert_are_its_tokens_in_order_and_places_lead_back() -> Non
     assert rows.num_rows == (2, 0, 2, 2)
     assert rows.tokens_R.tolist() == [0, 1, 0, 2, 1, 2]
     assert rows.places_NK.tolist() == [[2, 0], [1, 4], [3, 5]]
+
+
+def test_the_three_drop_orders_fill_an_expert_otherwise() -> None:
+    choices = torch.tensor([[0, 1], [1, 0], [0, 1]])
+    weights = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.75, 0.25]])
+    found = {order: slots_of(choices, weights, 2, order).tolist() for order in DropOrder}
+    assert found == {
+        DropOrder.CHOICE_MAJOR: [[0, 1], [0, 2], [1, 2]],
+        DropOrder.TOKEN_MAJOR: [[0, 0], [1, 1], [2, 2]],
+        # Of equal weights the earlier token first.
+        DropOrder.PROBS: [[0, 1], [0, 2], [1, 2]],
+    }
+    weights = torch.tensor([[0.5, 0.5], [0.125, 0.875], [0.75, 0.25]])
+    assert slots_of(choices, weights, 2, DropOrder.PROBS).tolist() == [[2, 0], [2, 0], [1, 1]]
+
+
+def test_weights_that_differ_by_rounding_alone_are_equal() -> None:
+    weights = torch.tensor([[0.5], [0.5 + 1e-12], [0.5 - 1e-12], [0.75]], dtype=torch.float64)
+    assert slots_of(torch.zeros(4, 1).long(), weights, 1, DropOrder.PROBS).tolist() == [[1], [2], [3], [0]]
+
+
+@pytest.mark.parametrize("order", DropOrder)
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_are_those_of_a_loop_over_choices(order: DropOrder, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    # Of few different numbers, so that some are equal.
+    chances = torch.randint(1, 5, (23, 6), generator=draw) / 16
+    choices = likeliest(chances, 3)
+    weights = chances.gather(-1, choices)
+    found = slots_of(choices, weights, 6, order)
+    assert found.tolist() == slot_by_slot(choices.tolist(), weights.tolist(), order)
+
+
+@pytest.mark.parametrize("order", DropOrder)
+@pytest.mark.parametrize("capacity", [0.4, 1.0, 4.0])
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_choices_that_find_their_expert_full_add_nothing(
+    order: DropOrder, capacity: float, is_split: bool
+) -> None:
+    experts = replace(EXPERTS, routing=RoutingSpec(capacity=capacity, drop=order, balance_coefficient=0.5))
+    module, other = sparse(experts), sparse(experts)
+    plain_experts = PlainExperts([other])
+    x, same = (tokens().requires_grad_() for _ in range(2))
+    with module.junction.visited(7) as routed:
+        y = module(x)
+    expected = other(same)
+    assert_near(y, expected.detach(), tolerance=ROUNDING)
+    grad = expected.detach().flip(0)
+    if is_split:
+        with module.tray.opened() as pending:
+            torch.autograd.backward(y, grad)
+        add_up(pending)
+    else:
+        torch.autograd.backward(y, grad)
+    [loss] = plain_experts.taken()
+    torch.autograd.backward((expected * grad).sum() + 0.5 * 7 * loss)
+    assert same.grad is not None
+    assert_near(x.grad, same.grad, tolerance=ROUNDING)
+    for name, gradient in gradients(module).items():
+        wanted = other.get_parameter(name).grad
+        assert wanted is not None
+        assert_near(gradient, wanted, tolerance=ROUNDING, what=name)
+    assert routed.balance is not None
+    assert routed.balance.drop_ratio == plain_experts.drop_ratio()
+    assert (routed.balance.num_dropped > 0) == (capacity < 4)
+
+
+def test_nothing_is_dropped_outside_of_training() -> None:
+    module, other = sparse(replace(EXPERTS, routing=RoutingSpec(capacity=0.2))), sparse(EXPERTS)
+    with module.junction.visited(None) as routed:
+        assert torch.equal(module(tokens()), other(tokens()))
+    assert torch.equal(module(tokens()), other(tokens()))
+    assert routed.balance is None
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ COEFFICIENT = 0.5
 NUM_VALID = 7
 
 
-def weighed(chances: list[list[float]], num_rows: tuple[int, ...]) -> tuple[float, Tensor]:
+def weighed(chances: list[list[float]], counts: tuple[int, ...]) -> tuple[float, Tensor]:
     """Balance loss of chances of tokens, and the gradient of the chances' sum then."""
     chances_NE = torch.tensor(chances, dtype=torch.float64, requires_grad=True)
     junction = Junction()
     with junction.visited(NUM_VALID) as visit:
-        torch.autograd.backward(junction.weighed(chances_NE, num_rows, COEFFICIENT).sum())
+        torch.autograd.backward(junction.weighed(chances_NE, torch.tensor(counts), COEFFICIENT).sum())
     assert chances_NE.grad is not None
     return visit.losses[0], chances_NE.grad
 
