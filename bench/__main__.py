@@ -17,6 +17,7 @@ NAMES = (
     "scale",
     "schedules",
     "shards",
+    "sparse",
     "split",
     "sweep",
     "vocabulary",
