@@ -14,7 +14,7 @@ from worker.transport.memory import BufferPool
 _TORCH_BY_DTYPE = {dtype: getattr(torch, dtype) for dtype in DType}
 _DTYPE_BY_TORCH: dict[torch.dtype, DType] = {value: dtype for dtype, value in _TORCH_BY_DTYPE.items()}
 _POOL = BufferPool()
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
+_NAME = re.compile(r"[A-Za-z0-9_.:/\[\]-]{1,256}")
 
 # --- values ---
 

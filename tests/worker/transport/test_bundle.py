@@ -130,6 +130,9 @@ def test_an_announcement_that_does_not_fit_is_refused(
     assert fault.reason is reason
 
 
-@pytest.mark.parametrize(("metas", "num_bytes"), [((), 0), ((meta(),), 24), ((meta(shape=(0, 2**62)),), 0)])
+@pytest.mark.parametrize(
+    ("metas", "num_bytes"),
+    [((), 0), ((meta(),), 24), ((meta(shape=(0, 2**62)),), 0), ((meta(name="lm_head.weight[0:16]"),), 24)],
+)
 def test_an_announcement_that_fits_is_taken(metas: tuple[TensorMeta, ...], num_bytes: int) -> None:
     assert fault_of(metas, num_bytes, Limits()) is None
