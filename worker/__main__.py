@@ -61,6 +61,12 @@ def _memory(text: str | None) -> int | None:
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where torch computes."
 )
+@click.option(
+    "--devices",
+    metavar="cuda:0,cuda:1|cpu:2",
+    show_default="the one of --device",
+    help="Devices that compute each layer together, as one worker.",
+)
 @click.option("--memory", metavar="SIZE", show_default="most of what is free", help="What a job may use.")
 @click.option(
     "--state-dir",
@@ -91,6 +97,7 @@ def up(
     offers_relay: bool,
     labels: tuple[str, ...],
     device: Literal["auto", "cpu", "cuda"],
+    devices: str | None,
     memory: str | None,
     state_dir: Path | None,
     insecure: bool,
@@ -112,6 +119,7 @@ def up(
         offers_relay=offers_relay,
         labels=parse_labels(labels),
         device=device,
+        devices=devices,
         memory_bytes=_memory(memory),
         state_dir=state_dir,
         insecure=insecure,

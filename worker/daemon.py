@@ -35,11 +35,14 @@ from skein.wire.process.logs import LogFormat
 from skein.wire.process.state_dir import default_state_dir
 from worker.data.cache import usual_cache
 from worker.joining import identity_by
+from worker.mesh.devices import parse_devices
 from worker.naming import take_name
 from worker.telling.logs import LogTail, begin_worker_log
 from worker.transport.memory import keep_message_buffers
 
 if TYPE_CHECKING:
+    from worker.inbox import WorkerInbox
+    from worker.mesh.processes import MeshLostError
     from worker.process import WorkerSetting
 
 _log = logging.getLogger(__name__)
@@ -66,6 +69,7 @@ class WorkerOptions:
         advertise: host, or host:port, that peers shall use instead; behind NAT, for instance.
         offers_relay: carry what workers send each other that cannot dial each other.
         labels: what jobs may ask for, each key once.
+        devices: that compute each layer together, as `worker.mesh.devices` reads them; None: `device` alone.
         memory_bytes: that a job may use; by default most of what is free.
         offers: data, tokenizers and weights that jobs may name without knowing where they lie: NAME=PATH each.
         data_roots: folders outside of which jobs name no other; by default one of our own, unless there are `offers`.
@@ -82,6 +86,7 @@ class WorkerOptions:
     offers_relay: bool = False
     labels: tuple[Label, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    devices: str | None = None
     memory_bytes: int | None = None
     state_dir: Path | None = None
     insecure: bool = False
@@ -120,7 +125,8 @@ async def run_worker(
     except RemoteError as error:
         return _fail(error, FAILED)
     if options.name is None:
-        return await _be(setting)
+        # Nobody else has the name: a secret of this process will do, for who comes back after a lost device.
+        return await _be(replace(setting, secret=secrets.token_hex(16)) if setting.devices else setting)
     try:
         taken = take_name(options.state_dir or default_state_dir(), setting.worker, setting.join)
     except UserError as error:
@@ -148,22 +154,55 @@ async def _enrolled(options: WorkerOptions) -> tuple[WorkerOptions, Wallet]:
 
 
 async def _be(setting: "WorkerSetting") -> int:
-    """Be the worker of this setting until the end; the exit code."""
-    from worker.process import work
-
+    """Be the worker of this setting until the end; the exit code. Where a device is lost, the others come back."""
     sys.setswitchinterval(_SWITCH_S)
     keep_message_buffers()
-    code = FAILED
+    with _stopping() as (posts, asked):
+        while True:
+            end = await _incarnate(setting, lambda inbox: posts.append(inbox.post))
+            if isinstance(end, int):
+                return end
+            if asked or not end.left:
+                return _fail(end, FAILED)
+            setting = _smaller(setting, end)
+
+
+async def _incarnate(
+    setting: "WorkerSetting", on_ready: "Callable[[WorkerInbox], None]"
+) -> "int | MeshLostError":
+    """Exit code of one incarnation of the worker, or the loss of a device that ended it."""
+    from worker.mesh.processes import MeshLostError
+    from worker.process import work
+
+    end: int | MeshLostError = FAILED
     try:
-        with _stopping() as listen:
-            end = await work(setting, lambda inbox: listen(inbox.post))
-        code = DONE if end.is_clean else FAILED
-        _log.log(logging.INFO if end.is_clean else logging.ERROR, "exit: %s", end.reason)
+        left = await work(setting, on_ready)
+        end = DONE if left.is_clean else FAILED
+        _log.log(logging.INFO if left.is_clean else logging.ERROR, "exit: %s", left.reason)
+    except* MeshLostError as errors:
+        lost = _first(errors)
+        end = lost if isinstance(lost, MeshLostError) else FAILED
     except* UserError as errors:
         _fail(_first(errors), FAILED)
     except* Exception:  # noqa: BLE001 - the outermost loop: it records, and ends the run
         _log.critical("exit: an error of our own", exc_info=True)
-    return code
+    return end
+
+
+def _smaller(setting: "WorkerSetting", lost: "MeshLostError") -> "WorkerSetting":
+    """Setting of the incarnation that goes on with the devices that are left."""
+    incarnation, shown = Incarnation(secrets.token_hex(8)), ",".join(lost.left)
+    _log.error("%s; incarnation=%s goes on with devices=%s", lost, incarnation, shown)
+    return _with_devices(replace(setting, incarnation=incarnation), lost.left)
+
+
+def _with_devices(setting: "WorkerSetting", devices: tuple[str, ...]) -> "WorkerSetting":
+    """The setting of a worker with these devices: of several it is a mesh, which needs none beside them."""
+    import torch
+
+    if len(devices) == 1:
+        return replace(setting, device=torch.device(devices[0]), devices=())
+    return replace(setting, device=torch.device("cpu"), devices=devices)
 
 
 def _fail(error: BaseException, code: int) -> int:
@@ -176,8 +215,11 @@ def _first(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def _stopping() -> Iterator[Callable[[Callable[[WorkerEvent], None]], None]]:
-    """Turns the first signal into an event, for whoever is given to what this yields; the second ends the process."""
+def _stopping() -> Iterator[tuple[list[Callable[[WorkerEvent], None]], list[str]]]:
+    """Turns the first signal into an event, for the last of the first list; the second signal ends the process.
+
+    The second list has the signal that has come.
+    """
     loop = asyncio.get_running_loop()
     posts: list[Callable[[WorkerEvent], None]] = []
     asked: list[str] = []
@@ -187,13 +229,13 @@ def _stopping() -> Iterator[Callable[[Callable[[WorkerEvent], None]], None]]:
             os._exit(FAILED)
         asked.append(name)
         _log.info("stopping on %s; once more ends this process at once", name)
-        posts[0](StopRequested(reason=f"asked to stop by {name}"))
+        posts[-1](StopRequested(reason=f"asked to stop by {name}"))
 
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
         loop.add_signal_handler(number, on_signal, number.name)
     try:
-        yield posts.append
+        yield posts, asked
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
@@ -228,6 +270,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail, wallet: Wallet | None) 
 
     from worker.process import WorkerSetting
 
+    devices = () if options.devices is None else _checked_devices(options, torch.cuda.device_count())
     has_cuda = options.device != "cpu" and torch.cuda.is_available()
     if options.device == "cuda" and not has_cuda:
         hint = "torch finds no GPU that it can use; give cpu, or install torch for CUDA"
@@ -237,7 +280,7 @@ def _setting(options: WorkerOptions, log_lines: LogTail, wallet: Wallet | None) 
         if not path.expanduser().exists():
             _log.warning("data=%s: nothing is at %s yet: jobs that name it wait for that", name, path)
     incarnation = Incarnation(secrets.token_hex(8))
-    return WorkerSetting(
+    setting = WorkerSetting(
         worker=WorkerId(options.name or _default_name(incarnation)),
         incarnation=incarnation,
         site=SiteId(options.site),
@@ -257,6 +300,27 @@ def _setting(options: WorkerOptions, log_lines: LogTail, wallet: Wallet | None) 
         offers_relay=options.offers_relay,
         labels=options.labels,
     )
+    return _with_devices(setting, devices) if devices else setting
+
+
+def _checked_devices(options: WorkerOptions, num_cuda: int) -> tuple[str, ...]:
+    """The devices that the options name, where this machine has `num_cuda` GPUs that torch can use.
+
+    Raises:
+        UserError: there are no such devices.
+    """
+    assert options.devices is not None
+    if options.device != "auto":
+        raise UserError("devices", options.devices, "give either --device or --devices, not both")
+    devices = parse_devices(options.devices)
+    for device in devices:
+        kind, _, number = device.partition(":")
+        if kind == "cuda" and int(number) >= num_cuda:
+            hint = (
+                f"torch finds {num_cuda} GPUs that it can use, cuda:0 being the first: name those, or cpu:2"
+            )
+            raise UserError("devices", device, hint)
+    return devices
 
 
 def _default_name(incarnation: Incarnation) -> str:

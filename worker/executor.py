@@ -18,6 +18,7 @@ from skein.protocol.worker.ops import Op, OpFailed, TensorKey
 from worker.compute.operands import OperandError
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload
+from worker.mesh.processes import MeshLostError
 
 _log = logging.getLogger(__name__)
 _MAX_REASON = 300
@@ -82,9 +83,12 @@ class Executor:
         return max(0.0, self._waited_s(thread) - before_s)
 
     def run(self, op: Op, operands: Mapping[TensorKey, Payload], on_ran: Callable[[Ran], None]) -> None:
-        """Queue an op. `on_ran` is called on the torch thread; an exception becomes the outcome `OpFailed`."""
+        """Queue an op. `on_ran` is called on the torch thread; an exception becomes the outcome `OpFailed`.
+
+        Where a device is lost it is not called: nothing of such an op may count, and the whole worker ends.
+        """
         self._waited_last_s = 0.0
-        self._jobs.put(lambda: on_ran(self._timed(op, operands)))
+        self._jobs.put(lambda: self._tell(op, operands, on_ran))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Queue anything else that touches what is held."""
@@ -100,6 +104,14 @@ class Executor:
         while (job := self._jobs.get()) is not None:
             job()
             del job  # or its operands live until the next one comes
+
+    def _tell(self, op: Op, operands: Mapping[TensorKey, Payload], on_ran: Callable[[Ran], None]) -> None:
+        try:
+            ran = self._timed(op, operands)
+        except MeshLostError as error:
+            _log.error("op=%s: no outcome: %s", type(op).__name__, error)
+        else:
+            on_ran(ran)
 
     def _timed(self, op: Op, operands: Mapping[TensorKey, Payload]) -> Ran:
         began = time.perf_counter()
@@ -123,6 +135,8 @@ class Executor:
         except OperandError as error:
             _log.error("op=%s: worker=%s sent %s", type(op).__name__, error.sender, error)
             return Done(outcome=OpFailed(is_fatal=False, reason=one_line(error), blamed=error.sender))
+        except MeshLostError:
+            raise
         except Exception as error:  # noqa: BLE001 - the outermost loop of this thread: reports, and works on
             _log.error("op=%s failed", type(op).__name__, exc_info=True)
             return Done(outcome=OpFailed(is_fatal=False, reason=one_line(error)))

@@ -41,8 +41,9 @@ from worker.compute.ops import Compute
 from worker.compute.payload import Payload, weight_bytes
 from worker.data.opening import Datasets
 from worker.driver import WorkerDriver
-from worker.executor import Executor
+from worker.executor import Executor, waited_s
 from worker.inbox import WorkerInbox
+from worker.mesh.mesh import Mesh
 from worker.probe import measure_device
 from worker.service import PeerService
 from worker.telling.metrics import WorkerMetrics
@@ -70,7 +71,8 @@ class WorkerSetting:
     `host` is the machine's name, `secret` what a later process of the same name shows to take its place at once.
     `watch` is told of moments as `WorkerDriver` says, and "before Give ..." to a peer that asks for state.
     `places` are what jobs may name; `cache` is the folder of tokens, None: they are not kept. `offers_relay`: carry
-    what others send each other. `labels`: what its owner says of it, for jobs to ask for.
+    what others send each other. `labels`: what its owner says of it, for jobs to ask for. `devices`: of a mesh, which
+    then computes what `device` would; none: there is no mesh.
     """
 
     worker: WorkerId
@@ -97,6 +99,7 @@ class WorkerSetting:
     cache: Path | None = None
     offers_relay: bool = False
     labels: tuple[Label, ...] = ()
+    devices: tuple[str, ...] = ()
 
 
 async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) -> Exit:
@@ -107,6 +110,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
 
     Raises:
         UserError: a port is taken, or the coordinator will never take this worker; perhaps inside exception groups.
+        MeshLostError: a device of the mesh is lost; likewise.
     """
     statistics = Statistics()
     compute = setting.compute(setting.device)
@@ -119,7 +123,11 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
         if setting.metrics_port is not None:
             pages = await metrics.serve(setting.metrics_host, setting.metrics_port)
             stack.push_async_callback(pages.close)
-        executor = Executor(compute)
+        mesh = Mesh(setting.devices) if setting.devices else None
+        if mesh is not None:
+            setting = replace(setting, measure=partial(_measure_mesh, mesh))
+            stack.callback(mesh.close)
+        executor = Executor(compute, partial(_waited_s, mesh))
         executor.start()
         stack.callback(executor.stop)
         machine = Worker(await _identity(setting, executor, port))
@@ -160,6 +168,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
         on_ready(inbox)
         parts = _Parts(
             setting=setting,
+            mesh=mesh,
             port=port,
             machine=machine,
             inbox=inbox,
@@ -176,6 +185,7 @@ class _Parts:
     """Parts of a worker that exist before the driver does."""
 
     setting: WorkerSetting
+    mesh: Mesh | None
     port: int
     machine: Worker
     inbox: WorkerInbox
@@ -211,11 +221,11 @@ class _Parts:
                 statistics=statistics,
                 has_checksums=setting.credentials.wallet is None,
             )
-            keeping = []
+            keeping = [] if self.mesh is None else [group.create_task(_end_with(self.mesh))]
             if (wallet := setting.credentials.wallet) is not None:
                 renewing = keep_renewed(wallet, dial=dial, at=lambda: where.at, clock=time.time)
                 revoking = self.revocations.keep(dial=dial, at=lambda: where.at)
-                keeping = [group.create_task(renewing), group.create_task(revoking)]
+                keeping += [group.create_task(renewing), group.create_task(revoking)]
             outside = Outside()
             datasets = Datasets(outside, roots=setting.places.data, cache=setting.cache)
             self.copies.start(group, peers, datasets)
@@ -231,6 +241,7 @@ class _Parts:
                 places=setting.places,
                 outside=outside,
                 datasets=datasets,
+                mesh=self.mesh,
             )
             driver = WorkerDriver(
                 self.machine,
@@ -291,6 +302,24 @@ async def _settle(before: set[asyncio.Task[object]]) -> None:
     others = asyncio.all_tasks() - before
     if others:
         await asyncio.wait(others, timeout=_SETTLE_S)
+
+
+async def _end_with(mesh: Mesh) -> None:
+    """Until a device is lost.
+
+    Raises:
+        MeshLostError: one is.
+    """
+    raise await asyncio.wrap_future(mesh.processes.lost)
+
+
+def _measure_mesh(mesh: Mesh, _host: torch.device) -> Profile:
+    return mesh.measure()
+
+
+def _waited_s(mesh: Mesh | None, thread: int) -> float:
+    """Seconds that a thread, or the device that has waited longest, was kept from the processors."""
+    return waited_s(thread) + (0.0 if mesh is None else max(mesh.processes.waited_s()))
 
 
 async def _identity(setting: WorkerSetting, executor: Executor, port: int) -> Identity:

@@ -20,7 +20,7 @@ from skein.config.explain import Words
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec
 from skein.config.resources import ResourcesSpec
 from skein.errors import LocalError, UserError
-from skein.model.layers import LayerSpec, layers_of
+from skein.model.layers import AnyModel, LayerSpec, layers_of
 from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.model.table import ModelSpec
 from skein.spec import Spec
@@ -53,6 +53,45 @@ class BatchSpec(Spec):
         return self.samples // self.microbatch_samples
 
 
+_MOST_DEVICES = 64
+
+
+class TensorSpec(Spec):
+    """Devices of one worker that share each block, where workers have several."""
+
+    size: Annotated[int, Field(ge=1, le=_MOST_DEVICES)] | Literal["auto"] = "auto"
+    """At most so many devices of each worker; `auto`: as many as it has, as far as blocks divide into them. Lower it
+    where small layers take longer on several devices than on one."""
+
+    def check(self, model: AnyModel) -> None:
+        """
+        Raises:
+            UserError: the model's blocks do not divide into so many shares.
+        """
+        divisor = model.tensor_divisor
+        if self.size == "auto" or divisor % self.size == 0:
+            return
+        hint = f"blocks of family {model.family} as given are computed on one device: give 1, or auto"
+        if divisor > 1:
+            sizes = ", ".join(
+                map(str, (n for n in range(1, min(divisor, _MOST_DEVICES) + 1) if divisor % n == 0))
+            )
+            hint = (
+                f"heads, key-value heads and the inner width divide into {sizes}: give one of these, or auto"
+            )
+        raise UserError("parallel.tensor.size", self.size, hint)
+
+    def size_on(self, num_devices: int, model: AnyModel) -> int:
+        """Devices that share each block at a worker with so many.
+
+        >>> from skein.model.families.mlp import MlpModel
+        >>> TensorSpec().size_on(2, MlpModel(family="mlp", widths=(4,)))
+        1
+        """
+        most = num_devices if self.size == "auto" else min(num_devices, self.size)
+        return max(size for size in range(1, most + 1) if model.tensor_divisor % size == 0)
+
+
 AUTO_CHUNKS = (1, 2, 4)
 """Numbers of chunks that `auto` chooses among."""
 
@@ -68,6 +107,7 @@ class ParallelSpec(Spec):
     idle while a step begins and ends, and links between them are fast: more tensors travel. `auto`: 1, 2 or 4,
     whatever a first plan is shortest with."""
     vocabulary: VocabularySpec = VocabularySpec()
+    tensor: TensorSpec = TensorSpec()
 
     @property
     def num_stages(self) -> int:
@@ -250,6 +290,7 @@ class JobSpec(Spec):
         self._check_chunks()
         self._check_vocabulary()
         self.model.check_microbatch(self.batch.microbatch_samples, self.data.sequence_tokens)
+        self.parallel.tensor.check(self.model)
         if self.plan.splits:
             self._check_split()
         if self.budget.hours is not None and self.aggregation.walkers.are_lines:

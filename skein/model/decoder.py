@@ -78,6 +78,26 @@ class DecoderModel(AnyModel):
         return decoder_shape(self).experts
 
     @property
+    def tensor_divisor(self) -> int:
+        if self.shape is None and self.preset is None:
+            return 0
+        shape = decoder_shape(self)
+        # Query heads are a multiple of key heads.
+        return math.gcd(shape.num_key_value_heads, shape.intermediate_size) if shape.experts is None else 1
+
+    def shared(self, size: int) -> Self:
+        shape = decoder_shape(self)
+        assert self.tensor_divisor % size == 0
+        part = {
+            "num_attention_heads": shape.num_attention_heads // size,
+            "num_key_value_heads": shape.num_key_value_heads // size,
+            "intermediate_size": shape.intermediate_size // size,
+            "head_dim": shape.head_features,
+        }
+        made = self.model_copy(update={"preset": None, "shape": shape.model_copy(update=part)})
+        return made if size > 1 else self
+
+    @property
     def vocab_size(self) -> int:
         return decoder_shape(self).vocab_size
 

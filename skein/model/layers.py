@@ -112,6 +112,16 @@ class AnyModel(Spec):
         """
 
     @property
+    def tensor_divisor(self) -> int:
+        """So many devices, or a divisor of that, can share every block; 0: not known yet, 1: it is not shared."""
+        return 1
+
+    def shared(self, size: int) -> Self:
+        """Model whose blocks are the share that one of `size` devices has of each; all else is whole."""
+        assert size == 1, f"models of family {self.family} are not shared"
+        return self
+
+    @property
     def begins_from(self) -> str | None:
         """The Hugging Face directory that the weights begin from; None: they are drawn."""
         return None

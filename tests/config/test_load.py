@@ -1,6 +1,7 @@
 """Job files: what is read, what is refused, and that each refusal names field, value and what would be right."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -255,6 +256,31 @@ def test_a_vocabulary_is_not_cut_where_that_cannot_be(more: str, split: str, mis
     (told,) = mistakes(f"{GOOD}\n{more}, vocabulary: {{split: {split}}}}}")
     assert told.startswith(f"parallel.vocabulary.split: {split!r}: ")
     assert mistake in told
+
+
+_HEADS = "heads, key-value heads and the inner width divide into 1, 2: give one of these, or auto"
+_ONE = "are computed on one device: give 1, or auto"
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "mistake"),
+    [
+        ("{family: llama, shape: {num_key_value_heads: 2, intermediate_size: 704}}", "2", ""),
+        ("{family: llama, shape: {num_key_value_heads: 2, intermediate_size: 704}}", "auto", ""),
+        ("{family: llama, shape: {num_key_value_heads: 2, intermediate_size: 704}}", "4", _HEADS),
+        ("{family: llama, shape: {num_key_value_heads: 1, intermediate_size: 704}}", "2", _ONE),
+        ("{family: mixtral, preset: mixtral-1m}", "2", _ONE),
+        ("{family: mixtral, preset: mixtral-1m}", "1", ""),
+    ],
+)
+def test_devices_share_blocks_that_divide_among_them(model: str, size: str, mistake: str) -> None:
+    text = f"{re.sub('model:.*', f'model: {model}', GOOD)}\nparallel: {{tensor: {{size: {size}}}}}"
+    if mistake:
+        (told,) = mistakes(text)
+        assert told.startswith(f"parallel.tensor.size: {size}: ")
+        assert told.endswith(mistake)
+    else:
+        parse_job(text, origin="job.yaml")
 
 
 def test_chunks_neither_skip_nor_make_walkers() -> None:

@@ -58,6 +58,7 @@ from worker.compute.holding import Holding
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload, weight_bytes
 from worker.data.dataset import open_dataset
+from worker.mesh.mesh import Mesh
 
 CPU = torch.device("cpu")
 GENERATION = Generation(1)
@@ -209,9 +210,11 @@ def _envelope(sender: WorkerId, header: ShardTensor) -> Envelope:
 
 
 class Bench:
-    """One worker: its compute and its desk."""
+    """One worker: its compute and its desk, and the mesh that computes for it, if one does."""
 
-    def __init__(self, worker: WorkerId, job: JobSpec, arrangement: Arrangement) -> None:
+    def __init__(
+        self, worker: WorkerId, job: JobSpec, arrangement: Arrangement, mesh: Mesh | None = None
+    ) -> None:
         self.worker = worker
         self.compute = Compute(CPU)
         self.desk = Desk[Payload](worker, BoundaryLog(), weigh=weight_bytes, release=())
@@ -228,7 +231,7 @@ class Bench:
                 job=job,
                 worker=worker,
                 chunks={
-                    stage.index: Chunk.drawn(job, stage, version=Step(0), device=CPU)
+                    stage.index: Chunk.drawn(job, stage, version=Step(0), device=CPU, mesh=mesh)
                     for stage in arrangement.stages
                     if stage.index in mine
                 },
@@ -267,10 +270,14 @@ class Lab:
         *,
         pattern: Pattern = DIRECT,
         num_holders: int | None = None,
+        meshes: Mapping[str, Mesh] | None = None,
     ) -> None:
         self.job = job
         self.arrangement = arrange(job, ways, pattern, num_holders)
-        self.benches = {worker: Bench(worker, job, self.arrangement) for worker in self.arrangement.workers}
+        self.benches = {
+            worker: Bench(worker, job, self.arrangement, (meshes or {}).get(worker))
+            for worker in self.arrangement.workers
+        }
         self.sent: list[tuple[WorkerId, WorkerId, frozenset[str]]] = []
         """Sender, receiver and names of what travelled."""
 

@@ -48,6 +48,12 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         (WorkerOptions(join="127.0.0.1:7100", memory_bytes=0), "8GiB"),
         (WorkerOptions(join="127.0.0.1:7100", offers=("books",)), "books=/srv/books"),
         (WorkerOptions(join="127.0.0.1:7100", device="cuda"), "GPU"),
+        (WorkerOptions(join="127.0.0.1:7100", devices="cpu:2,cuda:0"), "must be alike"),
+        (WorkerOptions(join="127.0.0.1:7100", devices="cuda:0,cuda:0"), "named twice"),
+        (WorkerOptions(join="127.0.0.1:7100", devices="tpu:2"), "'tpu:2' is no device"),
+        (WorkerOptions(join="127.0.0.1:7100", devices="cpu:0"), "'cpu:0' is no device"),
+        (WorkerOptions(join="127.0.0.1:7100", devices="cuda:98,cuda:99"), "cuda:98"),
+        (WorkerOptions(join="127.0.0.1:7100", devices="cpu:2", device="cpu"), "not both"),
     ],
 )
 async def test_a_wrong_option_is_one_line_and_exit_code_2(

@@ -51,6 +51,7 @@ from worker.compute.state import STEP, saved_names, state_names
 from worker.data.dataset import Dataset
 from worker.data.opening import Datasets
 from worker.executor import Executor, one_line
+from worker.mesh.mesh import Mesh
 from worker.model.weights import load_huggingface, load_parameters
 
 T = TypeVar("T")
@@ -150,6 +151,7 @@ class Builder:
         places: what a job may name.
         outside: asks file systems, which may never answer.
         datasets: opens data, for whoever may ask for them before.
+        mesh: the devices that compute what chunks do, if there are several.
     """
 
     def __init__(
@@ -165,6 +167,7 @@ class Builder:
         places: Places = ANYWHERE,
         outside: Outside | None = None,
         datasets: Datasets | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self._outside = Outside() if outside is None else outside
         self._datasets = Datasets(self._outside, roots=places.data) if datasets is None else datasets
@@ -175,6 +178,7 @@ class Builder:
         self._files = files
         self._device = device
         self._memory_bytes = memory_bytes
+        self._mesh = mesh
         self.places = places
         self._checked_url: str | None = None
         self.is_installing = False
@@ -265,7 +269,14 @@ class Builder:
         built: Mapping[StageIndex, Chunk],
     ) -> Chunk:
         source = wanted.source
-        draw = partial(Chunk.drawn, job, wanted.stage, version=source.version, device=self._device)
+        draw = partial(
+            Chunk.drawn,
+            job,
+            wanted.stage,
+            version=source.version,
+            device=self._device,
+            mesh=self._mesh,
+        )
         # Before anything is found: what a copy that follows gives is good only till its next step.
         drawn = None if source.kind is SourceKind.KEEP else await self._on_torch(draw)
         for look in search.looks(wanted):

@@ -23,6 +23,8 @@ from skein.plan.plan import Group
 from skein.protocol.messages.directives import Decision, StepRecord
 from skein.types import ChunkRef, GroupId, Own, StageSpec, Step, WorkerId
 from worker.compute.state import STEP, by_name, copied, named_tensors, saved
+from worker.mesh.mesh import Mesh
+from worker.mesh.stage import MeshStage
 from worker.model.stage import Stage, build_stage
 
 
@@ -39,10 +41,14 @@ def update(
 
 
 class Chunk:
-    """A stage's module with all that belongs to it. Only the torch thread touches it."""
+    """A stage's module with all that belongs to it. Only the torch thread touches it.
 
-    def __init__(self, module: Stage, rule: Rule, *, version: Step) -> None:
+    `shared`: computes the module's functions on several devices; None: the module does.
+    """
+
+    def __init__(self, module: Stage, rule: Rule, *, version: Step, shared: MeshStage | None = None) -> None:
         self.module = module
+        self.shared = shared
         self.rule = rule
         self.version = version
         self.params: dict[str, torch.nn.Parameter] = dict(module.named_parameters())
@@ -58,8 +64,16 @@ class Chunk:
         self._members: tuple[ChunkRef, ...] = ()
 
     @classmethod
-    def drawn(cls, job: JobSpec, stage: StageSpec, *, version: Step, device: torch.device) -> Self:
-        """The stage as the job's seed draws it."""
+    def drawn(
+        cls,
+        job: JobSpec,
+        stage: StageSpec,
+        *,
+        version: Step,
+        device: torch.device,
+        mesh: Mesh | None = None,
+    ) -> Self:
+        """The stage as the job's seed draws it; with a mesh, its functions are computed there."""
         module = build_stage(
             job.model,
             stage,
@@ -68,7 +82,17 @@ class Chunk:
             precision=job.precision,
             device=device,
         )
-        return cls(module, rule_of(job.aggregation, job.optimizer), version=version)
+        shared = None if mesh is None else MeshStage(mesh, job, module)
+        return cls(module, rule_of(job.aggregation, job.optimizer), version=version, shared=shared)
+
+    @property
+    def functions(self) -> Stage | MeshStage:
+        """Computes what goes through the stage, and back."""
+        if self.shared is None:
+            return self.module
+        # Those that another chunk here keeps are that one's.
+        self.shared.parameters = self.walker.params
+        return self.shared
 
     @property
     def stage(self) -> StageSpec:
@@ -81,6 +105,7 @@ class Chunk:
 
     def lay_out(self, groups: Iterable[Group], worker: WorkerId) -> None:
         """Gives every parameter a zero accumulator in the vector of its group, of those that this chunk is in."""
+        self._drop_sums()
         me = ChunkRef(stage=self.stage.index, worker=worker)
         mine = [group.group for group in groups if me in group.members]
         self._names = names_by_group(mine, me.stage, sorted(self.params), self.module.spec.layer_parameters())
@@ -133,6 +158,7 @@ class Chunk:
 
     def accumulator(self, group: GroupId) -> Tensor:
         """The sums of the parameters that `group` reduces, as one vector: the stage's own where no plan lists it."""
+        self._gather_sums()
         return self._accumulators.get(group, self._accumulators[Own(self.stage.index)])
 
     def named(self, group: GroupId, flat: Tensor) -> dict[str, Tensor]:
@@ -141,6 +167,7 @@ class Chunk:
 
     def gradients(self) -> dict[str, Tensor]:
         """The sums of all parameters by name: views of the accumulators."""
+        self._gather_sums()
         grads: dict[str, Tensor] = {}
         for group in self.groups:
             grads |= self.named(group, self._accumulators[group])
@@ -148,8 +175,17 @@ class Chunk:
 
     def clear(self) -> None:
         """Empty accumulators."""
+        self._drop_sums()
         for flat in self._accumulators.values():
             flat.zero_()
+
+    def _gather_sums(self) -> None:
+        if self.shared is not None:
+            self.shared.gather_sums()
+
+    def _drop_sums(self) -> None:
+        if self.shared is not None:
+            self.shared.drop_sums()
 
     def apply(self, record: StepRecord, result_by_group: Mapping[GroupId, Tensor]) -> None:
         """Turns version t into t + 1 with the numbers in `record`. Accumulators are left to the caller.

@@ -232,7 +232,7 @@ class Compute:
     def _forward(self, op: ForwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
         self._leaving = ()
         x, labels, num_valid = self._input(op, operands)
-        module = self._chunk(op.chunk).module
+        module = self._chunk(op.chunk).functions
         if labels is None and module.takes_labels:
             labels = self._samples(op)[1]
         classes = None if labels is None else labels.labels
@@ -264,7 +264,7 @@ class Compute:
             # The path began here, and its loss has been computed once already.
             labels = self._samples(op)[1]
         self._leaving = ()
-        module = self._chunk(op.chunk).module
+        module = self._chunk(op.chunk).functions
         if not op.phase.trains:
             with torch.no_grad():
                 total, num_valid = module.score(x, labels.labels, labels.weights)
@@ -282,13 +282,13 @@ class Compute:
 
     def _backward(self, op: BackwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
         x, y = self._left.graphs.pop((op.microbatch, op.chunk.stage))
-        self._chunk(op.chunk).module.add_gradients(y.differentiable, self._gradients(op, operands))
+        self._chunk(op.chunk).functions.add_gradients(y.differentiable, self._gradients(op, operands))
         return Done(outputs=self._handed_back(op, x))
 
     def _input_gradient(self, op: InputOp, operands: Mapping[TensorKey, Payload]) -> Done:
         place = op.microbatch, op.chunk.stage
         x, y = self._left.graphs.pop(place)
-        module = self._chunk(op.chunk).module
+        module = self._chunk(op.chunk).functions
         self._left.pending[place] = module.put_aside(y.differentiable, self._gradients(op, operands))
         return Done(outputs=self._handed_back(op, x))
 
@@ -412,7 +412,7 @@ class Compute:
             chunk.put_parameters(unflatten(flat, chunk.walker.params))
             for microbatch in batches.probe_microbatches():
                 inputs, labels = placed(batches.batch(Phase.PROBE, step, microbatch), self.device)
-                total, num_valid = chunk.module.loss(inputs, labels.labels)
+                total, num_valid = chunk.functions.score(Crossing(inputs), labels.labels)
                 losses.append((total.item(), num_valid))
         return exact_sum(loss for loss, _ in losses) / max(1, sum(tokens for _, tokens in losses))
 

@@ -15,8 +15,10 @@ HIDDEN, LABELS, WEIGHTS, GRADIENT, SHARD = "x", "labels", "weights", "dy", "shar
 TOKENS, SCORES, SCORES_GRADIENT = "tokens", "scores", "dscores"
 VALID = "valid"
 """Names of tensors that travel: three where the vocabulary is cut, the last one in training where there are experts."""
+DIFFERENTIABLE = HIDDEN, SCORES
+"""Names of a boundary's tensors that have gradients, in the order of `Crossing.differentiable`."""
 GRADIENTS = GRADIENT, SCORES_GRADIENT
-"""Names of the gradients of a boundary's tensors, in the order of `Crossing.differentiable`."""
+"""Names of the gradients, in the same order."""
 
 
 def crossing(

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.shape import DecoderShape
 from skein.types import Precision, StageSpec
-from worker.model.base import Linear, Stage, empty_parameter, parameter_dtype, product_dtype
+from worker.mesh.share import WHOLE, Share
+from worker.model.base import IGNORED_LABEL, Linear, Stage, empty_parameter, parameter_dtype, product_dtype
 from worker.model.experts import SparseMlp
 from worker.model.junction import Junction
 from worker.model.ops import (
@@ -23,6 +24,7 @@ from worker.model.ops import (
     takes_groups,
 )
 from worker.model.pending import Tray
+from worker.model.vocabulary import cross_entropy, looked_up, merged, scored
 
 
 class Norm(nn.Module):
@@ -40,15 +42,22 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Embedding with one row per token. Where the head is tied to it in another stage, only the matrix is used."""
+    """Embedding with one row per token. Where the head is tied to it in another stage, only the matrix is used.
 
-    def __init__(self, shape: DecoderShape, dtype: torch.dtype, tray: Tray) -> None:
+    Of several devices each has its `share` of the rows.
+    """
+
+    def __init__(self, shape: DecoderShape, dtype: torch.dtype, tray: Tray, share: Share = WHOLE) -> None:
         super().__init__()
         self.tray = tray
-        self.weight = empty_parameter(shape.vocab_size, shape.hidden_size, dtype=dtype)
+        self._share = share
+        self._rows = share.rows(shape.vocab_size)
+        self.weight = empty_parameter(len(self._rows), shape.hidden_size, dtype=dtype)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        return embedding(tokens_BT, self.weight, self.tray)
+        if self._share.size == 1:
+            return embedding(tokens_BT, self.weight, self.tray)
+        return self._share.leave(looked_up(tokens_BT, self._rows, self.weight, self.tray))
 
 
 class Attention(nn.Module):
@@ -92,11 +101,22 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Decoder block: attention and feed-forward or experts, each normalised before and added to what came in."""
+    """Decoder block: attention and feed-forward or experts, each normalised before and added to what came in.
 
-    def __init__(self, model: DecoderModel, precision: Precision, tray: Tray, junction: Junction) -> None:
+    Of several devices each computes its `share` of both; `model` is that of its part.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        precision: Precision,
+        tray: Tray,
+        junction: Junction,
+        share: Share = WHOLE,
+    ) -> None:
         super().__init__()
         dtype, shape, experts = parameter_dtype(precision), decoder_shape(model), model.experts
+        self._share = share
         self.input_layernorm = Norm(shape.hidden_size, shape, precision, tray)
         self.self_attn = Attention(shape, precision, tray)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape, precision, tray)
@@ -109,8 +129,11 @@ class Block(nn.Module):
         self.add_module(self._fed, feed)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin)
-        y: Tensor = x_BTD + self.get_submodule(self._fed)(self.post_attention_layernorm(x_BTD))
+        share = self._share
+        attended = self.self_attn(share.enter(self.input_layernorm(x_BTD)), cos, sin)
+        x_BTD = x_BTD + share.leave(attended)
+        fed = self.get_submodule(self._fed)(share.enter(self.post_attention_layernorm(x_BTD)))
+        y: Tensor = x_BTD + share.leave(fed)
         return y
 
 
@@ -128,7 +151,13 @@ class DecoderStage(Stage):
     """Layers: the embedding, one per decoder block, the head with the final norm."""
 
     def __init__(
-        self, model: DecoderModel, stage: StageSpec, *, sequence_tokens: int, precision: Precision
+        self,
+        model: DecoderModel,
+        stage: StageSpec,
+        *,
+        sequence_tokens: int,
+        precision: Precision,
+        share: Share = WHOLE,
     ) -> None:
         shape = decoder_shape(model)
         num_layers = shape.num_hidden_layers + 2
@@ -136,16 +165,18 @@ class DecoderStage(Stage):
         dtype = parameter_dtype(precision)
         self.embeds = stage.first == 0
         self.shape = shape
+        self._share = share
+        self._rows = share.rows(shape.vocab_size)
         self.model = Decoder()
         self.lm_head: Linear | None = None
         if self.embeds or (self.has_head and shape.tie_word_embeddings):
-            self.model.embed_tokens = Embedding(shape, dtype, self.tray)
+            self.model.embed_tokens = Embedding(shape, dtype, self.tray, share)
         for layer in range(max(stage.first, 1), min(stage.stop, num_layers - 1)):
-            self.model.layers[str(layer - 1)] = Block(model, precision, self.tray, self.junction)
+            self.model.layers[str(layer - 1)] = Block(model, precision, self.tray, self.junction, share)
         if self.has_head:
             self.model.norm = Norm(shape.hidden_size, shape, precision, self.tray)
             if not shape.tie_word_embeddings:
-                self.lm_head = Linear(shape.hidden_size, shape.vocab_size, dtype, self.tray)
+                self.lm_head = Linear(shape.hidden_size, len(self._rows), dtype, self.tray)
         cos, sin = tables_of(shape, sequence_tokens, dtype)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -161,9 +192,26 @@ class DecoderStage(Stage):
 
     def head(self, x: Tensor) -> Tensor:
         assert self.model.norm is not None, "this stage has no head"
+        return linear(self.model.norm(x), self._scorer.weight, self.tray)
+
+    def loss(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, int]:
+        if self._share.size == 1:
+            return super().loss(x, labels, weights)
+        assert weights is None, "samples of text count alike"
+        assert self.model.norm is not None, "this stage has no head"
+        wide, narrow = parameter_dtype(self.precision), product_dtype(self.precision)
+        with self.autocast(x):
+            normed = self._share.enter(self.model.norm(self.body(x)).to(wide))
+            own = scored(normed, labels, narrow, self._rows, self._scorer.weight, self.tray)
+            total = cross_entropy(merged(self._share.gathered(own)), labels)
+        return total, int((labels != IGNORED_LABEL).sum())
+
+    @property
+    def _scorer(self) -> "Embedding | Linear":
+        """Matrix that tokens are scored with: all rows, or those of this device."""
         matrix = self.model.embed_tokens if self.lm_head is None else self.lm_head
         assert matrix is not None
-        return linear(self.model.norm(x), matrix.weight, self.tray)
+        return matrix
 
     def initial(self, name: str, shape: torch.Size) -> tuple[float, float]:
         return decoder_initial(self.shape, name)

@@ -45,6 +45,11 @@ class Junction:
     def __init__(self) -> None:
         self._visit: RoutedMicrobatch | None = None
 
+    @property
+    def microbatch(self) -> RoutedMicrobatch | None:
+        """The one that is on its way now."""
+        return self._visit
+
     @contextmanager
     def visited(self, num_valid: int | None) -> Iterator[RoutedMicrobatch]:
         """Visit of a microbatch with so many valid tokens until the end of the block; None: outside of training."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.rows import VocabularySplit, row_blocks
 from skein.types import Precision, StageSpec
+from worker.mesh.share import WHOLE, Share
 from worker.model.base import IGNORED_LABEL, Crossing, Stage, parameter_dtype, product_dtype
 from worker.model.decoder import Block, Embedding, Norm, decoder_initial, tables_of
 from worker.model.vocabulary import Rows, cross_entropy
@@ -28,7 +29,13 @@ class ShardedDecoderStage(Stage):
     """Layers: the embedding or blocks of its rows, one per decoder block, the final norm, blocks of the head's rows."""
 
     def __init__(
-        self, model: DecoderModel, stage: StageSpec, *, sequence_tokens: int, precision: Precision
+        self,
+        model: DecoderModel,
+        stage: StageSpec,
+        *,
+        sequence_tokens: int,
+        precision: Precision,
+        share: Share = WHOLE,
     ) -> None:
         shape, inner = decoder_shape(model), model.inner_layers
         blocks = row_blocks(shape.vocab_size)
@@ -39,10 +46,12 @@ class ShardedDecoderStage(Stage):
         self.lm_head: Rows | None = None
         self._takes_samples = stage.first == 0
         self._inner = inner
-        inputs = self._inputs(blocks, dtype)
+        inputs = self._inputs(blocks, dtype, share)
         self.model.embed_tokens = inputs
         for layer in range(max(stage.first, inner.start), min(stage.stop, inner.stop)):
-            self.model.layers[str(layer - inner.start)] = Block(model, precision, self.tray, self.junction)
+            self.model.layers[str(layer - inner.start)] = Block(
+                model, precision, self.tray, self.junction, share
+            )
         if stage.first <= inner.stop < stage.stop:
             self.model.norm = Norm(shape.hidden_size, shape, precision, self.tray)
         held = blocks[max(0, stage.first - inner.stop - 1) : max(0, stage.stop - inner.stop - 1)]
@@ -55,7 +64,7 @@ class ShardedDecoderStage(Stage):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def _inputs(self, blocks: tuple[range, ...], dtype: torch.dtype) -> Embedding | Rows | None:
+    def _inputs(self, blocks: tuple[range, ...], dtype: torch.dtype, share: Share) -> Embedding | Rows | None:
         """The part of the embedding that is here."""
         assert isinstance(self.spec, DecoderModel)
         num_features, first_inner = self.shape.hidden_size, self.spec.inner_layers.start
@@ -66,7 +75,7 @@ class ShardedDecoderStage(Stage):
             return None
         if self.shape.tie_word_embeddings:
             return Rows(blocks, num_features, dtype, self.tray)
-        return Embedding(self.shape, dtype, self.tray)
+        return Embedding(self.shape, dtype, self.tray, share)
 
     @property
     def _rows(self) -> Rows:

@@ -81,6 +81,27 @@ class Rows(nn.Module):
         return torch.cat([functional.linear(x_BTH.to(dtype), x.to(dtype)) for x in self.weights], -1)
 
 
+def looked_up(tokens_BT: Tensor, rows: range, weight_RH: Tensor, tray: Tray) -> Tensor:
+    """Row of each token that is among these rows, 0 for others."""
+    none_BTH = weight_RH.new_zeros((*tokens_BT.shape, weight_RH.shape[1]))
+    return _embed(none_BTH, weight_RH, tokens_BT, rows, tray)
+
+
+def scored(
+    x_BTH: Tensor, labels_BT: Tensor, dtype: torch.dtype, rows: range, weight_RH: Tensor, tray: Tray
+) -> Tensor:
+    """Scores, as of `Rows.score`, of these rows alone."""
+    scores_BT2 = x_BTH.new_tensor([-torch.inf, 0.0]).expand(*labels_BT.shape, 2)
+    scoring = _Scoring(rows=rows, dtype=dtype)
+    return _score(x_BTH, scores_BT2, weight_RH, labels_BT, scoring, tray)[1]
+
+
+def merged(scores_DBT2: Tensor) -> Tensor:
+    """Scores over all rows, of those of D devices over each one's own."""
+    normaliser_BT, label_BT = scores_DBT2[..., 0].logsumexp(0), scores_DBT2[..., 1].sum(0)
+    return torch.stack((normaliser_BT, label_BT), -1)
+
+
 def cross_entropy(scores_BT2: Tensor, labels_BT: Tensor) -> Tensor:
     """Sum of the cross entropies (nats) of the valid labels, of scores over all rows."""
     losses_BT = scores_BT2[..., 0] - scores_BT2[..., 1]

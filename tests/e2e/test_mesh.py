@@ -1,0 +1,93 @@
+"""Workers that are meshes of devices, in real processes, beside workers with one device."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.cluster import ROOTS, START_S, Cluster
+from bench.reference import run_reference
+from skein.config.job import ParallelSpec
+from skein.types import JobState, Layout, Precision
+from skein.wire.views import StepFinished, WentBack
+from tests.e2e import test_parity
+from tests.e2e.jobs import NUM_STEPS, losses_of, text_job, wait_for_step
+from tests.e2e.test_parity import TOLERANCES, check, cut_job, train
+
+MESHES, SINGLES = ("m0", "m1"), ("s0", "s1")
+
+
+class MeshCluster(Cluster):
+    """Meshes of two device processes, and workers with one device."""
+
+    def start_mesh(self, name: str) -> None:
+        arguments = ["--join", self.target, "--name", name, "--devices", "cpu:2", *ROOTS]
+        self.run(name, "worker", [*arguments, "--state-dir", str(self.directory / name)])
+
+    def device_processes(self, name: str) -> list[psutil.Process]:
+        worker = psutil.Process(self.workers[name].pid)
+        return [x for x in worker.children(recursive=True) if "worker.mesh" in x.cmdline()]
+
+    def gather(self, names: tuple[str, ...]) -> None:
+        """Exactly these, whole."""
+        for name in set(self.workers) - set(names):
+            assert self.stop_worker(name) == 0
+        for name in names:
+            if name in self.workers and name in MESHES and len(self.device_processes(name)) < 2:
+                assert self.stop_worker(name) == 0
+            if name not in self.workers:
+                self.start_mesh(name) if name in MESHES else self.start_worker(name)
+        self.wait_for_workers(len(names))
+
+
+@pytest.fixture(scope="module")
+def meshes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshCluster]:
+    with MeshCluster(tmp_path_factory.mktemp("meshes")) as cluster:
+        cluster.start_coordinator()
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    ("replicas", "layout", "is_tied"),
+    [
+        pytest.param(1, Layout.LINE, True, id="line"),
+        pytest.param(2, Layout.LOOP, False, id="loop-replicas", marks=pytest.mark.long),
+    ],
+)
+def test_a_mesh_and_a_single_device_train_like_one_torch_process(
+    meshes: MeshCluster, text: Path, replicas: int, layout: Layout, is_tied: bool
+) -> None:
+    meshes.gather((*MESHES[:replicas], *SINGLES[:replicas]))
+    parallel = ParallelSpec(stages=2, replicas=replicas, layout=layout)
+    job = cut_job(text, Precision.FP64, parallel, is_tied=is_tied)
+    check(train(meshes, job), run_reference(job, test_parity.NUM_STEPS), TOLERANCES[Precision.FP64])
+    assert all(len(meshes.device_processes(name)) == 2 for name in meshes.workers if name in MESHES)
+
+
+def test_a_device_process_that_dies_costs_no_step_and_its_worker_comes_back_smaller(
+    meshes: MeshCluster, text: Path
+) -> None:
+    meshes.gather((*MESHES, *SINGLES))
+    job = text_job("a-device-dies", text, steps=NUM_STEPS).model_copy(update={"precision": Precision.FP64})
+    devices = meshes.device_processes("m0")
+    with meshes.client() as client:
+        submitted = client.submit(job)
+        wait_for_step(submitted, 4)
+        devices[1].kill()
+        status = submitted.wait()
+        events = submitted.history()
+        assert status.state is JobState.FINISHED, status.reason
+        assert not [e for e in events if isinstance(e.body, WentBack)]
+        steps = [e.body.record.step for e in events if isinstance(e.body, StepFinished)]
+        assert steps == list(range(NUM_STEPS))
+        assert status.num_steps_lost == 0
+        wanted = {step: x.loss for step, x in enumerate(run_reference(job, NUM_STEPS))}
+        assert losses_of(events) == pytest.approx(wanted, rel=TOLERANCES[Precision.FP64])
+        meshes.wait_for_workers(4)
+        shown = {worker.worker: worker.profile.device for worker in client.workers()}
+    assert shown == {"m0": "cpu", "m1": "cpu:2", "s0": "cpu", "s1": "cpu"}
+    assert psutil.wait_procs(devices, timeout=START_S)[1] == []
+    others = meshes.device_processes("m1")
+    assert meshes.stop_worker("m1") == 0
+    assert psutil.wait_procs(others, timeout=START_S)[1] == []

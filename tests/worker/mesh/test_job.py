@@ -1,0 +1,67 @@
+"""Steps of workers that are meshes beside workers with one device, against the same steps without a mesh."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skein.config.job import JobSpec
+from skein.types import Layout
+from tests.worker.lab import Lab, sparse_job, tiny_job
+from worker.mesh.mesh import Mesh
+
+NUM_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Mesh]:
+    mesh = Mesh(["cpu"] * 2)
+    yield mesh
+    mesh.close()
+
+
+def curve(lab: Lab) -> list[float]:
+    """Loss and norm of each step, and the loss of an evaluation."""
+    steps = [lab.step(step) for step in range(NUM_STEPS)]
+    return [x for step in steps for x in (step.loss, step.gradient_norm)] + [lab.evaluate(NUM_STEPS, 2)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas", "num_holders", "is_tied", "meshed"),
+    [
+        (Layout.LINE, 1, None, True, ["w00"]),
+        (Layout.LINE, 1, 1, True, ["w00"]),
+        (Layout.LOOP, 1, None, True, ["w00", "w01"]),
+        (Layout.LOOP, 2, None, False, ["w00", "w11"]),
+        (Layout.LINE, 2, None, True, ["w10"]),
+    ],
+    ids=["one end", "both ends", "loop", "beside single devices", "replica of a single device"],
+)
+def test_meshes_and_single_devices_step_alike(
+    two: Mesh,
+    labs: list[Lab],
+    text: Path,
+    layout: Layout,
+    replicas: int,
+    num_holders: int | None,
+    is_tied: bool,
+    meshed: list[str],
+) -> None:
+    job: JobSpec = tiny_job(text, layout=layout, replicas=replicas, is_tied=is_tied)
+    labs += [Lab(job, num_holders=num_holders, meshes=meshes) for meshes in ({}, dict.fromkeys(meshed, two))]
+    before = two.num_sums
+    wanted, found = [curve(lab) for lab in labs]
+    assert two.num_sums > before
+    # Float64 sums in another order, over so few steps.
+    assert found == pytest.approx(wanted, rel=1e-10)
+
+
+def test_experts_on_a_device_of_a_mesh_are_balanced_as_without(
+    two: Mesh, labs: list[Lab], text: Path
+) -> None:
+    job = sparse_job(text)
+    labs += [Lab(job), Lab(job, meshes={"w00": two})]
+    before = two.num_sums
+    wanted, found = [curve(lab) for lab in labs]
+    assert two.num_sums == before, "experts are on one device"
+    assert found == pytest.approx(wanted, rel=1e-10)

@@ -1,0 +1,234 @@
+"""Stages on the devices of a mesh, in real processes over gloo, against the same stages on one device."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import BudgetSpec, JobSpec, ParallelSpec, TensorSpec
+from skein.model.layers import AnyModel
+from skein.model.rows import VocabularySpec, VocabularySplit
+from skein.plan.plan import Group
+from skein.types import ChunkRef, Own, Precision, StageIndex, StageSpec, Step, WorkerId
+from tests.support.hands import record
+from tests.worker.model.builders import MODELS, NUM_TOKENS, assert_near, part, samples, whole
+from worker.compute.chunk import Chunk
+from worker.mesh.mesh import Mesh
+from worker.mesh.stage import MeshStage
+from worker.model.base import Crossing, Stage
+from worker.model.pending import add_up
+
+# Sums of the same float64 numbers in another order, through two blocks and a loss.
+ROUNDING = 1e-12
+FAMILIES = ["no_groups", "tied", "qwen2", "qwen3", "mistral", "mixtral", "digits"]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Mesh]:
+    mesh = Mesh(["cpu"] * 4)
+    yield mesh
+    mesh.close()
+
+
+def job_of(model: AnyModel, size: int = 4, parallel: ParallelSpec | None = None) -> JobSpec:
+    given = (parallel or ParallelSpec()).model_copy(update={"tensor": TensorSpec(size=size)})
+    if model.tensor_divisor % size:
+        given = given.model_copy(update={"tensor": TensorSpec()})
+    return JobSpec.model_validate(
+        {
+            "name": "shared",
+            "model": model,
+            "data": DataSpec(sources=(TextSource(path="text"),), sequence_tokens=NUM_TOKENS),
+            "parallel": given,
+            "precision": Precision.FP64,
+            "budget": BudgetSpec(steps=1),
+        }
+    )
+
+
+def zeroed(stage: Stage) -> Stage:
+    for parameter in stage.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return stage
+
+
+def sums(stage: Stage) -> dict[str, Tensor]:
+    return {name: x.grad.clone() for name, x in stage.named_parameters() if x.grad is not None}
+
+
+def assert_same_sums(found: Stage, wanted: Stage) -> None:
+    expected = sums(wanted)
+    for name, gradient in sums(found).items():
+        assert_near(gradient, expected[name], tolerance=ROUNDING, what=name)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_devices_together_give_the_loss_and_gradients_of_one(four: Mesh, name: str, size: int) -> None:
+    model = MODELS[name]
+    job = job_of(model, size)
+    alone, shared = zeroed(whole(model)), zeroed(whole(model))
+    stage = MeshStage(four, job, shared)
+    x, labels = samples(model)
+    for _ in range(2):
+        wanted, num_valid = alone.score(Crossing(x), labels)
+        torch.autograd.backward(wanted)
+        found, num_found = stage.score(Crossing(x), labels)
+        torch.autograd.backward(found)
+        assert num_found == num_valid
+        assert_near(found.detach(), wanted.detach(), tolerance=ROUNDING)
+    stage.gather_sums()
+    assert_same_sums(shared, alone)
+    with torch.no_grad():
+        for module in (alone, shared):
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.01)
+        after, _ = stage.score(Crossing(x), labels)
+        assert_near(after, alone.score(Crossing(x), labels)[0], tolerance=ROUNDING)
+
+
+def test_a_vocabulary_costs_two_sums_forward_and_one_backward(four: Mesh) -> None:
+    model = MODELS["untied"]
+    stage = MeshStage(four, job_of(model, 2), zeroed(whole(model)))
+    x, labels = samples(model)
+    before = four.num_sums
+    total, _ = stage.score(Crossing(x), labels)
+    assert four.num_sums - before == 2 * 2 + 2, "two blocks, the rows looked up and those scored"
+    before = four.num_sums
+    torch.autograd.backward(total)
+    assert four.num_sums - before == 2 * 2 + 1
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_block_costs_two_sums_each_way(four: Mesh, size: int) -> None:
+    model = MODELS["no_groups"]
+    inner = zeroed(part(model, 1, 3))
+    stage = MeshStage(four, job_of(model, size), inner)
+    x = torch.randn(3, NUM_TOKENS, 32, dtype=torch.float64)
+    given = Crossing(x).followed(is_sample=False)
+    before = four.num_sums
+    y = stage.onward(given, None)
+    assert four.num_sums - before == 2 * 2, "two blocks, two sums each"
+    before = four.num_sums
+    torch.autograd.backward(y.differentiable, [torch.ones_like(y.hidden)])
+    assert four.num_sums - before == 2 * 2
+    assert given.hidden.grad is not None
+
+    alone = zeroed(part(model, 1, 3))
+    other = Crossing(x.detach().clone()).followed(is_sample=False)
+    wanted = alone.onward(other, None)
+    torch.autograd.backward(wanted.differentiable, [torch.ones_like(y.hidden)])
+    assert_near(y.hidden.detach(), wanted.hidden.detach(), tolerance=ROUNDING)
+    assert_near(given.hidden.grad, other.hidden.grad, tolerance=ROUNDING)  # type: ignore[arg-type]
+    stage.gather_sums()
+    assert_same_sums(inner, alone)
+
+
+@pytest.mark.parametrize("name", ["no_groups", "qwen3"])
+def test_what_is_put_aside_is_in_no_sum_until_it_is_added(four: Mesh, name: str) -> None:
+    model = MODELS[name]
+    alone, shared = zeroed(part(model, 1, 4)), zeroed(part(model, 1, 4))
+    stage = MeshStage(four, job_of(model, 2), shared)
+    x, (_, labels) = torch.randn(3, NUM_TOKENS, 32, dtype=torch.float64), samples(model)
+    given = [Crossing(x.clone()).followed(is_sample=False) for _ in range(2)]
+    aside = stage.put_aside(stage.score(given[0], labels)[:1])
+    torch.autograd.backward(alone.score(given[1], labels)[0])
+    assert given[1].hidden.grad is not None
+    assert_near(given[0].hidden.grad, given[1].hidden.grad, tolerance=ROUNDING)
+    stage.gather_sums()
+    assert all(not gradient.any() for gradient in sums(shared).values())
+    add_up(aside)
+    stage.gather_sums()
+    assert_same_sums(shared, alone)
+
+
+def test_what_nobody_comes_back_for_is_in_no_sum(four: Mesh) -> None:
+    model = MODELS["no_groups"]
+    shared = zeroed(part(model, 1, 4))
+    stage = MeshStage(four, job_of(model, 2), shared)
+    x, (_, labels) = torch.randn(3, NUM_TOKENS, 32, dtype=torch.float64), samples(model)
+
+    def step() -> None:
+        torch.autograd.backward(stage.score(Crossing(x.clone()).followed(is_sample=False), labels)[0])
+
+    step()
+    stage.gather_sums()
+    once = sums(shared)
+    step()
+    stage.drop_sums()
+    stage.put_aside(stage.score(Crossing(x.clone()).followed(is_sample=False), labels)[:1])
+    stage.score(Crossing(x.clone()).followed(is_sample=False), labels)
+    step()
+    stage.gather_sums()
+    for name, gradient in sums(shared).items():
+        assert torch.equal(gradient, 2 * once[name]), name
+
+
+@pytest.mark.parametrize("split", [VocabularySplit.OUTPUT, VocabularySplit.BOTH])
+def test_rows_of_a_vocabulary_and_blocks_are_on_the_same_devices(four: Mesh, split: VocabularySplit) -> None:
+    parallel = ParallelSpec(vocabulary=VocabularySpec(split=split))
+    model = job_of(MODELS["untied"], 2, parallel).model
+    # Within the input's rows, and within the output's.
+    bounds = [
+        0,
+        model.inner_layers.start // 2 or 1,
+        model.inner_layers.stop + 3,
+        len(model.layer_parameters()),
+    ]
+    x, labels = samples(model)
+
+    def run(functions: list[Stage] | list[MeshStage]) -> Tensor:
+        given, crossed = Crossing(x), []
+        for stage in functions[:-1]:
+            y = stage.onward(given, labels)
+            given = y.detached().followed(is_sample=False)
+            crossed.append((y, given))
+        loss, _ = functions[-1].score(given, labels)
+        torch.autograd.backward(loss)
+        for y, after in reversed(crossed):
+            torch.autograd.backward(y.differentiable, [t.grad for t in after.differentiable])
+        return loss.detach()
+
+    def stages() -> list[Stage]:
+        return [zeroed(part(model, a, b)) for a, b in pairwise(bounds)]
+
+    alone, shared = stages(), stages()
+    meshed = [MeshStage(four, job_of(MODELS["untied"], 2, parallel), module) for module in shared]
+    assert_near(run(meshed), run(alone), tolerance=ROUNDING)
+    for stage, found, wanted in zip(meshed, shared, alone, strict=True):
+        stage.gather_sums()
+        assert_same_sums(found, wanted)
+
+
+def test_state_of_a_mesh_goes_to_one_device_and_to_four_and_all_go_on_alike(four: Mesh) -> None:
+    model = MODELS["no_groups"]
+    spec = StageSpec(index=StageIndex(0), first=0, stop=4)
+    drawn = partial(Chunk.drawn, stage=spec, version=Step(0), device=torch.device("cpu"))
+    group = Group(
+        group=Own(spec.index), members=(ChunkRef(stage=spec.index, worker=WorkerId("w")),), num_shards=1
+    )
+
+    def step(chunk: Chunk) -> float:
+        chunk.lay_out([group], WorkerId("w"))
+        loss, num_tokens = chunk.functions.score(Crossing(x), labels)
+        torch.autograd.backward(loss)
+        chunk.step_alone(record(chunk.version), 1 / num_tokens)
+        return loss.item()
+
+    x, labels = samples(model)
+    first = drawn(job_of(model, 2), mesh=four)
+    step(first)
+    chunks = [drawn(job_of(model, 2)), drawn(job_of(model, 4), mesh=four)]
+    for chunk in chunks:
+        chunk.load_state(first.copy_state(), version=first.version)
+        for name, tensor in chunk.copy_state().items():
+            assert torch.equal(tensor, first.copy_state()[name]), name
+    for _ in range(3):
+        wanted, *found = [step(chunk) for chunk in (first, *chunks)]
+        assert found == pytest.approx([wanted] * 2, rel=1e-11)

@@ -1,0 +1,223 @@
+"""A device process: its share of the stages that a worker holds, and what it is asked to do with them.
+
+Rules of this file
+- All devices of a mesh are asked the same, in the same order; what they answer is told by the first, or by each.
+- Nothing is caught: whoever cannot go on ends, and the whole mesh with it, for the others wait for its sums.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from skein.config.job import read_spec
+from skein.errors import LocalError
+from worker.compute.payload import GRADIENTS, LABELS, WEIGHTS, crossed, crossing
+from worker.mesh.cuts import cut_of
+from worker.mesh.frames import (
+    AddUpAsk,
+    Asked,
+    DeviceAnswer,
+    DeviceSpeed,
+    DropAsk,
+    GroupAsk,
+    LoadAsk,
+    ReturnAsk,
+    SpeedAsk,
+    StageAsk,
+    SumsAsk,
+    VisitAsk,
+)
+from worker.mesh.groups import DeviceGroup
+from worker.mesh.share import WHOLE, Share
+from worker.model.base import Crossing, Stage, parameter_dtype
+from worker.model.pending import Pending, add_up
+from worker.model.stage import empty_stage
+from worker.probe import measure_device
+
+LOSS = "loss"
+"""Name of a loss among the tensors of an answer."""
+
+Answered = tuple[DeviceAnswer, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Visited:
+    """A stage's input, and what came of it."""
+
+    stage: Stage
+    given: Crossing
+    made: tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Stages that one device holds, and what visits have left there."""
+
+    stages: dict[int, Stage] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Devices that share each stage's blocks."""
+    visits: dict[int, _Visited] = field(default_factory=dict)
+    pending: dict[int, deque[Pending]] = field(default_factory=dict)
+
+
+class DeviceShare:
+    """Stages as one device of a mesh holds them, and the ops on them.
+
+    Args:
+        index: of this device among those of the mesh.
+        device: where it computes.
+    """
+
+    def __init__(self, index: int, device: torch.device) -> None:
+        self._index = index
+        self._device = device
+        self._group: DeviceGroup | None = None
+        self._num_sums = 0
+        self._kept = _Kept()
+
+    def carry_out(self, asked: Asked | DeviceAnswer, tensors: Mapping[str, Tensor]) -> Answered:
+        """Do what is asked; the answer, and tensors with it."""
+        before = self._num_sums
+        answer, given = self._do(asked, tensors)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return answer.model_copy(update={"num_sums": self._num_sums - before}), given
+
+    def _do(self, asked: Asked | DeviceAnswer, tensors: Mapping[str, Tensor]) -> Answered:
+        match asked:
+            case SpeedAsk():
+                return DeviceAnswer(speed=self._speed(asked.seconds)), {}
+            case GroupAsk():
+                self._form(asked)
+            case StageAsk():
+                self._build(asked)
+            case LoadAsk():
+                self._load(asked, tensors)
+            case VisitAsk():
+                return self._visit(asked, tensors)
+            case ReturnAsk():
+                return DeviceAnswer(), self._told(self._return(asked, tensors))
+            case AddUpAsk():
+                add_up(self._kept.pending.pop(asked.ticket))
+            case SumsAsk():
+                return DeviceAnswer(), self._give_sums(asked.chunk)
+            case DropAsk():
+                self._drop(asked)
+            case DeviceAnswer():
+                raise LocalError("a device process is asked, and not answered")
+            case _:
+                assert_never(asked)
+        return DeviceAnswer(), {}
+
+    def _speed(self, seconds: float) -> DeviceSpeed:
+        found = measure_device(self._device, seconds=seconds)
+        return DeviceSpeed(
+            name=found.device_name,
+            flops_per_s=found.flops_per_s,
+            memory_bytes=found.memory_bytes,
+            spread=found.spread,
+        )
+
+    def _form(self, asked: GroupAsk) -> None:
+        self._group = None
+        if self._index >= asked.size or asked.size == 1:
+            return
+        self._group = DeviceGroup.met(
+            self._device, Path(asked.folder), epoch=asked.epoch, index=self._index, size=asked.size
+        )
+
+    def _build(self, asked: StageAsk) -> None:
+        job = read_spec(asked.job)
+        share = WHOLE
+        if self._group is not None:
+            share = Share(self._group, parameter_dtype(job.precision), self._count)
+        stage = empty_stage(
+            job.model.shared(share.size),
+            asked.spec,
+            sequence_tokens=job.data.sequence_tokens,
+            precision=job.precision,
+            device=self._device,
+            share=share,
+        )
+        for parameter in stage.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self._kept.stages[asked.chunk] = stage
+        self._kept.sizes[asked.chunk] = share.size
+
+    def _count(self) -> None:
+        self._num_sums += 1
+
+    @torch.no_grad()
+    def _load(self, asked: LoadAsk, tensors: Mapping[str, Tensor]) -> None:
+        stage = self._kept.stages[asked.chunk]
+        for name, tensor in tensors.items():
+            stage.get_parameter(name).copy_(tensor)
+
+    # --- there and back ---
+
+    def _visit(self, asked: VisitAsk, tensors: Mapping[str, Tensor]) -> Answered:
+        stage, given, labels = self._kept.stages[asked.chunk], crossed(tensors), tensors.get(LABELS)
+        with (
+            torch.set_grad_enabled(asked.ticket is not None),
+            stage.junction.visited(asked.num_valid) as microbatch,
+        ):
+            if asked.ticket is not None:
+                given = given.followed(is_sample=not asked.follows)
+            if asked.scores:
+                assert labels is not None, "a loss without labels"
+                total, num_tokens = stage.score(given, labels, tensors.get(WEIGHTS))
+                made: tuple[Tensor, ...] = (total,)
+                named = {LOSS: total.detach()}
+            else:
+                boundary, num_tokens = stage.onward(given, labels), 0
+                made, named = boundary.differentiable, crossing(boundary.detached())
+        if asked.ticket is not None:
+            self._kept.visits[asked.ticket] = _Visited(stage=stage, given=given, made=made)
+        answer = DeviceAnswer(num_tokens=num_tokens, balance_losses=tuple(microbatch.losses))
+        return answer, self._told(named)
+
+    def _return(self, asked: ReturnAsk, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Gradients of what the stage was given."""
+        visited = self._kept.visits.pop(asked.ticket)
+        gradients = list(tensors.values())
+        if asked.puts_aside:
+            self._kept.pending[asked.ticket] = visited.stage.put_aside(visited.made, gradients)
+        else:
+            visited.stage.add_gradients(visited.made, gradients)
+        found = zip(GRADIENTS, visited.given.differentiable, strict=False)
+        return {name: x.grad for name, x in found if x.grad is not None}
+
+    def _told(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Tensors for the answer: what all devices have equal is told by the first."""
+        return tensors if self._index == 0 else {}
+
+    # --- sums ---
+
+    @torch.no_grad()
+    def _give_sums(self, chunk: int) -> Mapping[str, Tensor]:
+        given, size = {}, self._kept.sizes[chunk]
+        for name, parameter in self._kept.stages[chunk].named_parameters():
+            assert parameter.grad is not None
+            if self._index == 0 or cut_of(name, size).comes_from_all:
+                given[name] = parameter.grad.to("cpu", copy=True)
+            parameter.grad.zero_()
+        return given
+
+    @torch.no_grad()
+    def _drop(self, asked: DropAsk) -> None:
+        kept = self._kept
+        for ticket in asked.tickets:
+            kept.visits.pop(ticket, None)
+            kept.pending.pop(ticket, None)
+        for chunk in asked.sums:
+            for parameter in kept.stages[chunk].parameters() if chunk in kept.stages else ():
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+        for chunk in asked.chunks:
+            kept.stages.pop(chunk, None)
+            kept.sizes.pop(chunk, None)

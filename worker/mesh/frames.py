@@ -1,0 +1,229 @@
+"""Messages between a worker and its device processes: what is asked and answered, as JSON of known form, and tensors.
+
+A frame is two lengths, a header, and the tensors' bytes one after the other. Both ends are of one release and one
+machine; lengths are bounded all the same, and nothing that is read is ever run.
+"""
+
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Discriminator, ValidationError
+from torch import Tensor
+
+from skein.errors import LocalError
+from skein.spec import Spec
+from skein.types import StageIndex, StageSpec
+from skein.wire.extra import DType, TensorMeta
+from worker.bundle import Limits, allocate, fault_of, split_tensors, to_torch, to_wire
+
+_LENGTHS = struct.Struct("<IQ")
+_MAX_HEADER_BYTES = 16 << 20
+_LIMITS = Limits(max_bundle_bytes=1 << 40)
+
+
+class LinkClosedError(LocalError):
+    """The other end of a link is closed."""
+
+
+# --- what is asked ---
+
+
+class SpeedAsk(Spec):
+    """Measure the device's speed, on so many seconds' products."""
+
+    kind: Literal["measure"] = "measure"
+    seconds: float
+
+
+class GroupAsk(Spec):
+    """Form the group that sums are taken in, of the first `size` devices; it meets in `folder`, under `epoch`."""
+
+    kind: Literal["form"] = "form"
+    folder: str
+    epoch: int
+    size: int
+
+
+class StageAsk(Spec):
+    """Make room for a stage of a job's model under the number `chunk`."""
+
+    kind: Literal["build"] = "build"
+    chunk: int
+    job: str
+    stage: tuple[int, int, int]
+    """Index, first layer, layer after the last."""
+
+    @property
+    def spec(self) -> StageSpec:
+        """The stage."""
+        index, first, stop = self.stage
+        return StageSpec(index=StageIndex(index), first=first, stop=stop)
+
+
+class LoadAsk(Spec):
+    """Compute with these parameters from now on; their parts come along."""
+
+    kind: Literal["load"] = "load"
+    chunk: int
+
+
+class VisitAsk(Spec):
+    """Go through the stage, to its loss if `scores`, with the boundary that comes along.
+
+    What the way back needs is kept under `ticket`; None: nothing is. `follows`: the input gets a gradient. `num_valid`:
+    tokens of the microbatch that have a label, for experts; None: outside of training.
+    """
+
+    kind: Literal["visit"] = "visit"
+    chunk: int
+    ticket: int | None
+    follows: bool
+    scores: bool
+    num_valid: int | None
+
+
+class ReturnAsk(Spec):
+    """Go back from the visit of this ticket, with the gradients that come along; or put those of weights aside."""
+
+    kind: Literal["return"] = "return"
+    ticket: int
+    puts_aside: bool
+
+
+class AddUpAsk(Spec):
+    """Add what was put aside under this ticket to the sums."""
+
+    kind: Literal["add_up"] = "add_up"
+    ticket: int
+
+
+class SumsAsk(Spec):
+    """Hand the sums of gradients over, and begin at zero."""
+
+    kind: Literal["give_sums"] = "give_sums"
+    chunk: int
+
+
+class DropAsk(Spec):
+    """Drop what is kept under these tickets, the sums of `sums`, and all of these chunks."""
+
+    kind: Literal["drop"] = "drop"
+    tickets: tuple[int, ...]
+    sums: tuple[int, ...]
+    chunks: tuple[int, ...]
+
+
+Asked = SpeedAsk | GroupAsk | StageAsk | LoadAsk | VisitAsk | ReturnAsk | AddUpAsk | SumsAsk | DropAsk
+
+
+# --- what is answered ---
+
+
+class DeviceSpeed(Spec):
+    """A device, as measured."""
+
+    name: str
+    flops_per_s: float
+    memory_bytes: int
+    spread: float
+
+
+class DeviceAnswer(Spec):
+    """An ask is carried out; it took `num_sums` sums over devices."""
+
+    kind: Literal["answer"] = "answer"
+    num_sums: int = 0
+    num_tokens: int = 0
+    """Valid labels of a visit that scores."""
+    balance_losses: tuple[float, ...] = ()
+    """Balance loss of each layer with experts that was visited."""
+    speed: DeviceSpeed | None = None
+
+
+class _Meta(Spec):
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+class _Header(Spec):
+    body: Annotated[Asked | DeviceAnswer, Discriminator("kind")]
+    tensors: tuple[_Meta, ...]
+
+
+Named = Mapping[str, Tensor]
+
+
+class DeviceLink:
+    """End of the connection between a worker and a device process; it blocks. Not for two threads at once."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def close(self) -> None:
+        """Close this end; whoever reads at the other finds that nothing more comes."""
+        self._end.close()
+
+    def send(self, body: Asked | DeviceAnswer, tensors: Named, timeout_s: float | None = None) -> None:
+        """Hand a message over.
+
+        Raises:
+            TimeoutError: nobody has taken it within `timeout_s`.
+            LinkClosedError: nobody will.
+        """
+        bundle = [to_wire(name, tensor) for name, tensor in tensors.items()]
+        metas = tuple(_Meta(name=x.name, dtype=x.dtype, shape=x.shape) for x in bundle)
+        head = _Header(body=body, tensors=metas).model_dump_json().encode()
+        num_bytes = sum(len(x.data) for x in bundle)
+        self._end.settimeout(timeout_s)
+        try:
+            self._end.sendall(_LENGTHS.pack(len(head), num_bytes) + head)
+            for wired in bundle:
+                self._end.sendall(wired.data)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise LinkClosedError(f"the other end is gone: {error}") from error
+
+    def receive(
+        self, device: torch.device, timeout_s: float | None = None
+    ) -> tuple[Asked | DeviceAnswer, dict[str, Tensor]]:
+        """The next message, and its tensors on `device`.
+
+        Raises:
+            TimeoutError: none has begun, or gone on, within `timeout_s`.
+            LinkClosedError: none will come.
+            LocalError: it is none that this release writes.
+        """
+        self._end.settimeout(timeout_s)
+        lengths = self._read(_LENGTHS.size)
+        num_head, num_bytes = _LENGTHS.unpack(lengths)
+        if num_head > _MAX_HEADER_BYTES:
+            raise LocalError(f"a header of {num_head} bytes")
+        try:
+            header = _Header.model_validate_json(bytes(self._read(num_head)))
+        except ValidationError as error:
+            raise LocalError(f"no message of a mesh: {error}") from error
+        metas = [TensorMeta(name=x.name, dtype=x.dtype, shape=x.shape) for x in header.tensors]
+        if (fault := fault_of(metas, num_bytes, _LIMITS)) is not None:
+            raise LocalError(fault.text)
+        bundle = split_tensors(metas, self._read(num_bytes))
+        return header.body, {x.name: to_torch(x).to(device) for x in bundle}
+
+    def _read(self, num_bytes: int) -> memoryview:
+        data = allocate(num_bytes)
+        at = 0
+        while at < num_bytes:
+            try:
+                count = self._end.recv_into(data[at:])
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise LinkClosedError(f"the other end is gone: {error}") from error
+            if not count:
+                raise LinkClosedError("the other end is closed")
+            at += count
+        return data

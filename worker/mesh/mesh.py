@@ -1,0 +1,222 @@
+"""A mesh: several devices of one worker that compute each op together, as the worker sees them.
+
+Rules of this file
+- Asked on torch's thread alone. All devices are asked, then all answers are awaited: one that waits for another's sum
+  is never waited for first.
+- An op that does not end within what such ops take ends the mesh, and so does any end of a process.
+"""
+
+import itertools
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from skein.topology.fleet import Profile
+from worker.mesh.frames import (
+    AddUpAsk,
+    Asked,
+    DeviceAnswer,
+    DropAsk,
+    GroupAsk,
+    LinkClosedError,
+    ReturnAsk,
+    SpeedAsk,
+    VisitAsk,
+)
+from worker.mesh.processes import DeviceProcesses, MeshLostError
+from worker.probe import measure_device
+
+LEAST_PATIENCE_S, PATIENCE_TIMES = 3.0, 2.0
+"""An op that takes so long, and so many times what it usually takes, never ends."""
+WARMING_S = 120.0
+"""The same for what was not asked before: devices warm up, and processes start."""
+_NEWS_S = 10.0
+"""Within which all processes end once one is no good."""
+_CPU = torch.device("cpu")
+
+Answers = Sequence[tuple[DeviceAnswer, Mapping[str, Tensor]]]
+
+
+class Mesh:
+    """Device processes, the group that they sum in, and how long they take.
+
+    Args:
+        devices: of each process.
+        least_patience_s: an op that was timed before is waited for at least so long.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        *,
+        least_patience_s: float = LEAST_PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.processes = DeviceProcesses(devices)
+        self.num_sums = 0
+        """Sums over all devices that were taken so far."""
+        self._least_patience_s = least_patience_s
+        self._clock = clock
+        self._size = 1
+        self._epochs = itertools.count(1)
+        self._numbers = itertools.count(1)
+        self._longest_s: dict[tuple[object, ...], float] = {}
+        self._tickets: deque[int] = deque()
+        self._sums: deque[int] = deque()
+        self._chunks: deque[int] = deque()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All that there are."""
+        return self.processes.devices
+
+    def close(self) -> None:
+        """End the processes."""
+        self.processes.close()
+
+    def new_number(self) -> int:
+        """A number for a chunk, or a ticket, that was never given before."""
+        return next(self._numbers)
+
+    # --- whatever is not needed any more; by whichever thread finds that ---
+
+    def drop_ticket(self, ticket: int) -> None:
+        """Note that nobody will come back with this one."""
+        self._tickets.append(ticket)
+
+    def drop_sums(self, chunk: int) -> None:
+        """Note that the sums of a chunk are void."""
+        self._sums.append(chunk)
+
+    def drop_chunk(self, chunk: int) -> None:
+        """Note that nobody holds a chunk any more."""
+        self._chunks.append(chunk)
+
+    # --- on torch's thread ---
+
+    def form(self, size: int) -> None:
+        """Let the first so many devices share what is built from now on.
+
+        Raises:
+            MeshLostError: a device is lost.
+        """
+        if size == self._size:
+            return
+        # Only its owner can look into it, and nobody needs it once all have met.
+        folder = Path(tempfile.mkdtemp(prefix="skein-mesh-"))
+        try:
+            asked = GroupAsk(folder=str(folder), epoch=next(self._epochs), size=size)
+            self._exchange([(asked, {})] * len(self.devices))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._size = size
+
+    def ask(self, size: int, asked: Asked, tensors: Mapping[str, Tensor] | None = None) -> Answers:
+        """Ask the first `size` devices the same; their answers, in order.
+
+        Raises:
+            MeshLostError: a device is lost.
+        """
+        return self.ask_each([(asked, tensors or {})] * size)
+
+    def ask_each(self, asked: Sequence[tuple[Asked, Mapping[str, Tensor]]]) -> Answers:
+        """Ask each of the first devices something of the same kind; their answers, in order.
+
+        Raises:
+            MeshLostError: a device is lost.
+        """
+        if self._tickets or self._sums or self._chunks:
+            dropped = DropAsk(
+                tickets=_taken(self._tickets), sums=_taken(self._sums), chunks=_taken(self._chunks)
+            )
+            self._exchange([(dropped, {})] * len(self.devices))
+        return self._exchange(asked)
+
+    def measure(self, seconds: float = 0.5) -> Profile:
+        """Profile of all devices at once, and of what the worker's own process needs beside them.
+
+        Raises:
+            MeshLostError: a device is lost.
+        """
+        answers = self._exchange([(SpeedAsk(seconds=seconds), {})] * len(self.devices))
+        speeds = [answer.speed for answer, _ in answers if answer.speed is not None]
+        host = measure_device(_CPU, seconds=0.01)
+        # The worker keeps parameters, sums and the optimizer's state in the host's memory, and devices the first two
+        # once more: half as much again, where the host's memory is theirs too.
+        own = sum(speed.memory_bytes for speed in speeds)
+        is_host = self.devices[0] == "cpu"
+        return Profile(
+            device=f"cpu:{len(self.devices)}" if is_host else ",".join(self.devices),
+            device_name=speeds[0].name,
+            flops_per_s=sum(speed.flops_per_s for speed in speeds),
+            memory_bytes=host.memory_bytes * 2 // 3 if is_host else min(own, host.memory_bytes),
+            spread=max(speed.spread for speed in speeds),
+        )
+
+    def _exchange(self, asked: Sequence[tuple[Asked, Mapping[str, Tensor]]]) -> Answers:
+        key = _op_of(asked[0][0])
+        usual_s = None if key is None else self._longest_s.get(key)
+        bound_s = WARMING_S if usual_s is None else max(self._least_patience_s, PATIENCE_TIMES * usual_s)
+        began_s, waited_s = self._clock(), self.processes.waited_s()
+
+        def left_s() -> float:
+            # What others keep from the processors is not stuck.
+            now_s = zip(self.processes.waited_s(), waited_s, strict=True)
+            waiting_s = max(0.0, *(after_s - before_s for after_s, before_s in now_s))
+            return max(0.001, bound_s + waiting_s - (self._clock() - began_s))
+
+        answers = []
+        links = self.processes.links[: len(asked)]
+        for index, (link, (message, tensors)) in enumerate(zip(links, asked, strict=True)):
+            try:
+                link.send(message, tensors, left_s())
+            except (LinkClosedError, TimeoutError) as error:
+                self._fail(index, error)
+        for index, link in enumerate(links):
+            try:
+                answer, given = link.receive(_CPU, left_s())
+            except (LinkClosedError, TimeoutError) as error:
+                self._fail(index, error)
+            assert isinstance(answer, DeviceAnswer)
+            answers.append((answer, given))
+        self.num_sums += answers[0][0].num_sums
+        if key is not None:
+            self._longest_s[key] = max(usual_s or 0.0, self._clock() - began_s)
+        return answers
+
+    def _fail(self, index: int, error: LinkClosedError | TimeoutError) -> NoReturn:
+        """
+        Raises:
+            MeshLostError: always, once all processes have ended.
+        """
+        if isinstance(error, TimeoutError):
+            self.processes.hung(index)
+        try:
+            raise self.processes.lost.result(_NEWS_S) from error
+        except FutureTimeoutError:
+            raise MeshLostError(f"device {index} is closed: {error}", ()) from error
+
+
+def _op_of(asked: Asked) -> tuple[object, ...] | None:
+    """Kind of op that takes about equally long each time; None: how long it takes has nothing to do with the last."""
+    match asked:
+        case VisitAsk():
+            return asked.kind, asked.chunk, asked.scores, asked.ticket is None
+        case ReturnAsk() | AddUpAsk():
+            return (asked.kind,)
+        case _:
+            return None
+
+
+def _taken(dropped: deque[int]) -> tuple[int, ...]:
+    """All that is in it; it is empty then, but for what comes meanwhile."""
+    return tuple(dropped.popleft() for _ in range(len(dropped)))

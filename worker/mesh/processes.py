@@ -1,0 +1,160 @@
+"""Device processes: started with the worker, watched, and ended all together when one of them is no good any more.
+
+Rules of this file
+- None outlives the worker: the kernel kills each with the thread that started it, and what it reads from closes.
+- Whichever ends first is the one that is lost; others, whose sums it broke, end because of that.
+- They are ended on one thread, which watches them, whoever finds that they must be.
+"""
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+
+from skein.errors import LocalError
+from worker.mesh.frames import DeviceLink
+
+_log = logging.getLogger(__name__)
+
+FAILED, NO_MEMORY, SUM_BROKEN = 1, 3, 4
+"""Exit codes of a device process; SIGKILL is the kernel's, or somebody's."""
+_REASONS = {FAILED: "failed", NO_MEMORY: "is out of memory", SUM_BROKEN: "lost the other devices"}
+_BLAME_MS = 1000
+"""For a process whose end breaks the others' sums to be seen to have ended."""
+
+
+class MeshLostError(LocalError):
+    """Device processes have ended, and with them all that they held; `left` are devices that are still good."""
+
+    def __init__(self, reason: str, left: tuple[str, ...]) -> None:
+        super().__init__(reason)
+        self.left = left
+
+
+class DeviceProcesses:
+    """Processes, one for each device, with a link to each.
+
+    Start it on a thread that lives as long as the worker: they die with it.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self.devices = tuple(devices)
+        self.lost: Future[MeshLostError] = Future()
+        """Done once a device is lost, and all processes have ended."""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.links: list[DeviceLink] = []
+        for index, device in enumerate(self.devices):
+            self._start(index, device)
+        self._hung: int | None = None
+        self._is_closing = False
+        self._watching = threading.Thread(target=self._watch, name="mesh", daemon=True)
+        self._watching.start()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Their process ids, in the order of the devices."""
+        return tuple(process.pid for process in self._processes)
+
+    def close(self) -> None:
+        """End them all."""
+        self._is_closing = True
+        self._kill()
+        self._watching.join()
+        for link in self.links:
+            link.close()
+
+    def hung(self, index: int) -> None:
+        """A device has not answered in time: nothing will come of the others either."""
+        self._hung = next((i for i, pid in enumerate(self.pids) if _is_stopped(pid)), index)
+        self._kill()
+
+    def waited_s(self) -> tuple[float, ...]:
+        """Seconds that each process was ready to run so far, and others had the processors."""
+        return tuple(_waited_s(pid) for pid in self.pids)
+
+    def _start(self, index: int, device: str) -> None:
+        ours, theirs = socket.socketpair()
+        arguments = [str(theirs.fileno()), str(os.getpid()), str(index), device]
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "worker.mesh", *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | _settings(len(self.devices)),
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        self.links.append(DeviceLink(ours))
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    # --- on a thread of its own ---
+
+    def _watch(self) -> None:
+        """Until one has ended: then end all, and tell who it was."""
+        ends = {os.pidfd_open(process.pid): index for index, process in enumerate(self._processes)}
+        poll = select.poll()
+        for end in ends:
+            poll.register(end, select.POLLIN)
+        codes: dict[int, int] = {}
+        patience_ms = None
+        while set(codes.values()) <= {SUM_BROKEN} and len(codes) < len(ends):
+            ended = poll.poll(patience_ms)
+            if not ended:
+                break
+            for end, _ in ended:
+                poll.unregister(end)
+                codes[ends[end]] = self._processes[ends[end]].wait()
+            patience_ms = _BLAME_MS
+        self._kill()
+        for process in self._processes:
+            process.wait()
+        for end in ends:
+            os.close(end)
+        if not self._is_closing:
+            self._tell(codes)
+
+    def _tell(self, codes: dict[int, int]) -> None:
+        if self._hung is not None:
+            at, why = self._hung, "hung"
+        else:
+            at = min(codes, key=lambda index: (codes[index] == SUM_BROKEN, index))
+            code = codes[at]
+            why = f"was killed by signal {-code}" if code < 0 else _REASONS.get(code, f"ended with {code}")
+        left = tuple(device for index, device in enumerate(self.devices) if index != at)
+        reason = f"the process of device {at} ({self.devices[at]}) {why}"
+        self.lost.set_result(MeshLostError(reason, left))
+
+
+def _settings(num_devices: int) -> dict[str, str]:
+    """Environment of a device process: its share of the processors, and this machine alone to talk on."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    num_threads = int(given) if given.isdecimal() and int(given) else len(os.sched_getaffinity(0))
+    return {
+        "OMP_NUM_THREADS": str(max(1, num_threads // num_devices)),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was sent SIGSTOP."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
+def _waited_s(pid: int) -> float:
+    """Seconds that a process's first thread, which computes, has waited for a processor."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0

@@ -1,0 +1,120 @@
+"""Share of a stage that one device of a mesh computes: some heads, some of the inner width, some rows.
+
+Each half of a block is entered with whole activations, equal on all devices, and left with a sum of what each has made:
+forward the sum is at the exit, backward at the entry. So a block costs two sums each way, and nothing else crosses. Of
+the vocabulary each device looks up its own rows, which are summed, and scores its own: of each token two numbers cross.
+
+Source: Shoeybi et al., Megatron-LM, 2019, Section 3, its functions f and g.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+
+
+class SumGroup(Protocol):
+    """Devices that sum; `worker.mesh.groups.DeviceGroup` is one."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum_in_place(self, tensor: Tensor) -> None: ...
+
+
+class Share:
+    """Part of every block that is computed here: all of it without `group`.
+
+    Sums are taken in `dtype`, so that what is narrow on a device is rounded once and not at each device; `on_sum` is
+    told of each.
+    """
+
+    def __init__(
+        self,
+        group: SumGroup | None = None,
+        dtype: torch.dtype = torch.float32,
+        on_sum: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._group = group
+        self._dtype = dtype
+        self._on_sum = on_sum
+
+    @property
+    def size(self) -> int:
+        """Devices that share each block."""
+        return 1 if self._group is None else self._group.size
+
+    def rows(self, num_rows: int) -> range:
+        """Rows that this device has of a matrix over the vocabulary; shares may differ by one."""
+        index, size = (0, 1) if self._group is None else (self._group.index, self._group.size)
+        return range(num_rows * index // size, num_rows * (index + 1) // size)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The tensors of all devices, in their order, along a new first dim; each has the gradient of its own."""
+        if self._group is None:
+            return x[None]
+        placed = x.new_zeros((self.size, *x.shape))
+        placed[self._group.index] = x
+        return self.leave(placed)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """`x`, which all devices have; its gradient is the sum of theirs."""
+        return x if self._group is None else _enter(x, self)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """The sum of what all devices give; each has the gradient of it."""
+        return y if self._group is None else _leave(y, self)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all devices, in a new tensor of the dtype of sums."""
+        assert self._group is not None
+        total = tensor.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
+        self._on_sum()
+        self._group.sum_in_place(total)
+        return total
+
+
+WHOLE = Share()
+"""Share of a device that computes alone."""
+
+
+class _Context(FunctionCtx):
+    share: Share
+    dtype: torch.dtype
+
+
+class _Enter(Function):
+    """Keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: _Context, x: Tensor, share: Share) -> Tensor:
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.share.sum(grad).to(grad.dtype), None
+
+
+class _Leave(Function):
+    """Keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: _Context, y: Tensor, share: Share) -> Tensor:
+        ctx.dtype = y.dtype
+        return share.sum(y)
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+# torch leaves `apply` without types.
+_enter: Callable[[Tensor, Share], Tensor] = _Enter.apply
+_leave: Callable[[Tensor, Share], Tensor] = _Leave.apply

@@ -1,0 +1,264 @@
+"""A stage of which a mesh computes the functions; its parameters, whole, are those of the worker's own module.
+
+Rules of this file
+- What devices hold is a copy. They are given parameters before they compute with others; which have changed, torch's
+  own count of changes in place says, so nobody who changes any needs to know of devices.
+- Sums of gradients are made on the devices, and handed over when somebody wants to read them: they are added to the
+  whole accumulators then, and begin at zero. A lost device ends the worker, so none is ever read in part.
+"""
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+
+from skein.config.job import JobSpec
+from worker.compute.payload import DIFFERENTIABLE, GRADIENTS, crossed, crossing
+from worker.mesh.cuts import cut_of
+from worker.mesh.device import LOSS
+from worker.mesh.frames import AddUpAsk, LoadAsk, ReturnAsk, StageAsk, SumsAsk, VisitAsk
+from worker.mesh.mesh import Mesh
+from worker.model.base import Crossing, Labels, Stage
+from worker.model.junction import Junction
+from worker.model.ops import go_back
+from worker.model.pending import Pending
+
+_log = logging.getLogger(__name__)
+
+
+class MeshStage:
+    """Computes what `module` would, on several devices.
+
+    Args:
+        mesh: the devices.
+        job: the module's.
+        module: holds the parameters, in the host's memory; their `grad` are the accumulators.
+    """
+
+    def __init__(self, mesh: Mesh, job: JobSpec, module: Stage) -> None:
+        self.size = job.parallel.tensor.size_on(len(mesh.devices), job.model)
+        """Devices that share each block."""
+        self._mesh = mesh
+        self._job = job
+        self._module = module
+        self._chunk: int | None = None
+        self.parameters: Mapping[str, Tensor] = dict(module.named_parameters())
+        """Whole parameters, which whoever updates them may replace by others."""
+        self._given: dict[str, tuple[int, int]] = {}
+        """Place and count of changes of each parameter as the devices have it."""
+        self._has_sums = False
+        self._aside: list[_Ticket] | None = None
+        self.anchor = torch.zeros(0, requires_grad=True)
+        """Makes torch come back here though no parameter is in the graph."""
+
+    @property
+    def takes_labels(self) -> bool:
+        """Whether `onward` needs labels."""
+        return self._module.takes_labels
+
+    @property
+    def junction(self) -> Junction:
+        """Place where routers find a microbatch; those at the devices are told by way of it."""
+        return self._module.junction
+
+    def onward(self, given: Crossing, labels: Tensor | None) -> Crossing:
+        """Tensors for the next stage, as of `Stage.onward`."""
+        tensors: dict[str, Tensor] = {}
+        known = None if labels is None else Labels(labels)
+        made = self._visit(given, known, tensors, scores=False)
+        return crossed(tensors | dict(zip(_differentiable(tensors), made, strict=True)))
+
+    def score(self, given: Crossing, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, int]:
+        """Loss and number of valid labels, as of `Stage.score`."""
+        tensors: dict[str, Tensor] = {}
+        num_tokens: list[int] = []
+        known = Labels(labels, weights)
+        (total,) = self._visit(given, known, tensors, scores=True, on_answer=num_tokens.append)
+        return total, num_tokens[0]
+
+    def add_gradients(self, y: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Go back, and add the gradients of all parameters to the sums at the devices, as `Stage.add_gradients`."""
+        go_back(y, grads)
+
+    def put_aside(self, y: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> deque[Pending]:
+        """Go back, and put gradients aside as `Stage.put_aside` does; they stay at the devices."""
+        aside: list[_Ticket] = []
+        self._aside = aside
+        try:
+            if grads is None:
+                torch.autograd.backward(y)
+            else:
+                go_back(y, grads)
+        finally:
+            self._aside = None
+        return deque(Pending(parameter=self.anchor, make=x.add_up, operands=()) for x in aside)
+
+    @torch.no_grad()
+    def gather_sums(self) -> None:
+        """Add what the devices have summed up to the accumulators."""
+        if not self._has_sums:
+            return
+        assert self._chunk is not None
+        answers = self._mesh.ask(self.size, SumsAsk(chunk=self._chunk))
+        for name, parameter in self._module.named_parameters():
+            assert parameter.grad is not None
+            cut_of(name, self.size).add(
+                parameter.grad, [given[name] for _, given in answers if name in given]
+            )
+        self._has_sums = False
+
+    def drop_sums(self) -> None:
+        """Void what the devices have summed up."""
+        if self._has_sums and self._chunk is not None:
+            self._mesh.drop_sums(self._chunk)
+        self._has_sums = False
+
+    def came_back(self, ticket: int, grads: Sequence[Tensor], num_given: int) -> tuple[Tensor | None, ...]:
+        """Gradients of what a visit was given."""
+        asked = ReturnAsk(ticket=ticket, puts_aside=self._aside is not None)
+        names = [str(index) for index in range(len(grads))]
+        _, found = self._mesh.ask(self.size, asked, dict(zip(names, grads, strict=True)))[0]
+        if self._aside is None:
+            self._has_sums = True
+        return tuple(found.get(name) for name in GRADIENTS[:num_given])
+
+    def add_up(self, ticket: int) -> None:
+        """Add what was put aside to the sums."""
+        self._mesh.ask(self.size, AddUpAsk(ticket=ticket))
+        self._has_sums = True
+
+    def _visit(
+        self,
+        given: Crossing,
+        labels: Labels | None,
+        tensors: dict[str, Tensor],
+        *,
+        scores: bool,
+        on_answer: Callable[[int], None] = lambda _: None,
+    ) -> tuple[Tensor, ...]:
+        """Tensors with gradients that the stage makes of `given`; all that it makes goes into `tensors`, by name."""
+        chunk = self._ready()
+        sent = crossing(given.detached(), labels=labels)
+        ticket = _Ticket(self, self._mesh) if torch.is_grad_enabled() else None
+        microbatch = self.junction.microbatch
+        asked = VisitAsk(
+            chunk=chunk,
+            ticket=None if ticket is None else ticket.number,
+            follows=given.hidden.requires_grad,
+            scores=scores,
+            num_valid=None if microbatch is None else microbatch.num_valid,
+        )
+        answer, found = self._mesh.ask(self.size, asked, sent)[0]
+        tensors |= found
+        on_answer(answer.num_tokens)
+        if microbatch is not None:
+            microbatch.losses += answer.balance_losses
+        made = tuple(found[name] for name in _differentiable(found))
+        return made if ticket is None else _visited(self.anchor, ticket, made, *given.differentiable)
+
+    def _ready(self) -> int:
+        """The chunk's number at the devices, which have the parameters as they are."""
+        if self._chunk is None:
+            self._tell_idle()
+            self._mesh.form(self.size)
+            self._chunk = self._mesh.new_number()
+            spec = self._module.stage
+            self._mesh.ask(
+                self.size,
+                StageAsk(
+                    chunk=self._chunk,
+                    job=self._job.model_dump_json(),
+                    stage=(spec.index, spec.first, spec.stop),
+                ),
+            )
+            weakref.finalize(self, self._mesh.drop_chunk, self._chunk)
+        changed = {
+            name: parameter.detach()
+            for name, parameter in self.parameters.items()
+            if self._given.get(name) != _state_of(parameter)
+        }
+        if changed:
+            load = LoadAsk(chunk=self._chunk)
+            self._mesh.ask_each([(load, self._part(changed, index)) for index in range(self.size)])
+            self._given |= {name: _state_of(tensor) for name, tensor in changed.items()}
+        return self._chunk
+
+    def _tell_idle(self) -> None:
+        num_devices, divisor = len(self._mesh.devices), self._job.model.tensor_divisor
+        if self.size < num_devices:
+            why = f"parallel.tensor.size is {self._job.parallel.tensor.size}, blocks divide into {divisor} shares"
+            _log.warning(
+                "stage=%d uses %d of %d devices: %s",
+                self._module.stage.index,
+                self.size,
+                num_devices,
+                why,
+            )
+
+    def _part(self, whole: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+        return {
+            name: cut_of(name, self.size).part(tensor, index, self.size) for name, tensor in whole.items()
+        }
+
+
+class _Ticket:
+    """A visit's number at the devices; what they keep of it is dropped with this, if nobody comes back."""
+
+    def __init__(self, stage: MeshStage, mesh: Mesh) -> None:
+        self.number = mesh.new_number()
+        self._stage = stage
+        self._unused = weakref.finalize(self, mesh.drop_ticket, self.number)
+
+    def come_back(self, grads: Sequence[Tensor], num_given: int) -> tuple[Tensor | None, ...]:
+        """Gradients of what the visit was given."""
+        stage = self._stage
+        if stage._aside is not None:
+            stage._aside.append(self)
+        else:
+            self._unused.detach()
+        return stage.came_back(self.number, grads, num_given)
+
+    def add_up(self, anchor: Tensor) -> Tensor:
+        """Add what was put aside to the sums; the gradient of `anchor`, which has no elements."""
+        self._unused.detach()
+        self._stage.add_up(self.number)
+        return torch.zeros_like(anchor)
+
+
+class _Context(FunctionCtx):
+    ticket: _Ticket
+    num_given: int
+
+
+class _Visited(Function):
+    """Keeps the ticket; all else is kept at the devices."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, _anchor: Tensor, ticket: _Ticket, made: tuple[Tensor, ...], *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.ticket, ctx.num_given = ticket, len(given)
+        return made
+
+    @staticmethod
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, None, *ctx.ticket.come_back(grads, ctx.num_given))
+
+
+def _state_of(parameter: Tensor) -> tuple[int, int]:
+    """Equal as long as the tensor is the same and nobody has changed it in place."""
+    return parameter.data_ptr(), parameter._version
+
+
+def _differentiable(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Names of what has gradients: a loss, or a boundary's tensors."""
+    return tuple(name for name in (LOSS, *DIFFERENTIABLE) if name in tensors)
+
+
+# torch leaves `apply` without types.
+_visited: Callable[..., tuple[Tensor, ...]] = _Visited.apply
