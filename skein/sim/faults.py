@@ -348,6 +348,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "kill": _kill,
     "restart": lambda world, fault: world.restart_worker(fault.worker),
     "flap": _flap,
+    "shrink": lambda world, fault: world.shrink_worker(fault.worker, 0.5, AWAY_S + fault.seconds),
     "impostor": _impostor,
     "freeze": lambda world, fault: world.freeze_worker(fault.worker, fault.seconds),
     "slow": lambda world, fault: world.slow_worker(fault.worker, SLOWER, seconds=4 * fault.seconds),
@@ -382,7 +383,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "pause": _pause,
 }
 """By name."""
-RARE = ("crowd",)
+RARE = ("crowd", "shrink")
 """Faults that strike in `RARE_SHARE` of the schedules, in the place of another."""
 RARE_SHARE = 1 / 8
 DEADLY = frozenset(
@@ -390,6 +391,7 @@ DEADLY = frozenset(
         "kill",
         "restart",
         "flap",
+        "shrink",
         "op",
         "lie",
         "third",

@@ -175,6 +175,18 @@ class World(SimService):
             speed, memory_bytes = old.executor.nominal_flops_per_s, old.machine.identity.profile.memory_bytes
             self.add_worker(name, old.machine.identity.site, flops_per_s=speed, memory_bytes=memory_bytes)
 
+    def shrink_worker(self, name: WorkerId, share: float, seconds: float) -> None:
+        """A new process under the same name with a share of speed and memory; after so long, a whole one again."""
+        old = self.workers.get(name)
+        if old is not None:
+            identity = old.machine.identity
+            speed, memory_bytes = (
+                identity.profile.flops_per_s * share,
+                int(identity.profile.memory_bytes * share),
+            )
+            self.add_worker(name, identity.site, flops_per_s=speed, memory_bytes=memory_bytes)
+            self.clock.after(seconds, partial(self._add_again, identity))
+
     def bring_back(self, name: WorkerId, seconds: float) -> None:
         """Have the machine of a worker that is here start again after so long, unless it is here then."""
         worker = self.workers.get(name)
