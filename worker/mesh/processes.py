@@ -76,7 +76,7 @@ class DeviceProcesses:
         self._kill()
 
     def waited_s(self) -> tuple[float, ...]:
-        """Seconds that each process was ready to run so far, and others had the processors."""
+        """Seconds that threads of each process were ready to run so far, and others had the processors."""
         return tuple(_waited_s(pid) for pid in self.pids)
 
     def _start(self, index: int, device: str) -> None:
@@ -154,7 +154,9 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _waited_s(pid: int) -> float:
-    """Seconds that a process's first thread, which computes, has waited for a processor."""
+    """Seconds that a process's threads have waited for a processor, all together: an op waits for sums of others."""
+    waited_ns = 0
     with suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            waited_ns += int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[1])
+    return waited_ns / 1e9
