@@ -10,7 +10,7 @@ Rules of this file
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -160,6 +160,10 @@ class Driver:
     async def opened(self, stream: Stream, hello: Hello) -> None:
         """A worker said Hello on a new stream; directives for it go there from the moment this is handled."""
         await self._inbox.put(_Opened(stream, hello))
+
+    def statistic(self, name: str) -> Mapping[WorkerId, Mapping[str, float]]:
+        """Newest values of a statistic that workers report, by worker and label."""
+        return self._meter.reported(name)
 
     async def reported(self, stream: Stream, report: Report) -> None:
         """A worker reported. Waits while the inbox is full."""

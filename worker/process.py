@@ -112,8 +112,8 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
         UserError: a port is taken, or the coordinator will never take this worker; perhaps inside exception groups.
         MeshLostError: a device of the mesh is lost; likewise.
     """
-    statistics = Statistics()
     compute = setting.compute(setting.device)
+    statistics = Statistics(traffic_of=compute.gauges.traffic_of)
     metrics = WorkerMetrics(statistics, compute.gauges)
     async with AsyncExitStack() as stack:
         raise_open_files()

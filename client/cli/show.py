@@ -238,6 +238,30 @@ def seconds_text(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
+USE_COLUMNS = ("WORKER", "STAGES", "FIXED", "PLANNED PEAK", "HELD PEAK", "OF SLOTS", "IDLE, PLANNED", "IDLE")
+
+
+def use_rows(status: JobStatus) -> list[tuple[str, ...]]:
+    """Rows of memory and bubbles of each worker, planned beside told; see `USE_COLUMNS`."""
+    return [
+        (
+            use.worker,
+            ",".join(map(str, use.stages)),
+            format_bytes(use.fixed_bytes),
+            _peak(sum(use.planned_peaks), use.planned_bytes),
+            _peak(sum(use.held_peaks), use.held_bytes) if use.held_peaks else _NONE,
+            _peak(sum(use.slots), use.most_bytes - use.fixed_bytes),
+            f"{use.planned_bubble:.0%}",
+            _NONE if use.bubble is None else f"{use.bubble:.0%}",
+        )
+        for use in status.uses
+    ]
+
+
+def _peak(num_microbatches: int, num_bytes: int) -> str:
+    return f"{num_microbatches} ({format_bytes(num_bytes)})"
+
+
 WORKER_COLUMNS = (
     "WORKER",
     "STATE",

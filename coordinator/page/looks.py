@@ -110,7 +110,8 @@ class Looks:
         return made
 
     def _status(self, job: str) -> JobStatus:
-        return job_status(self._driver.machine.view, self._driver.journal, JobId(job))
+        view, journal = self._driver.machine.view, self._driver.journal
+        return job_status(view, journal, JobId(job), self._metrics.reported)
 
     def _brief(self, job: JobId) -> JobStatus:
         return replace(brief_status(self._status(job)), spec="null")

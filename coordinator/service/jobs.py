@@ -200,7 +200,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         return beginning(other, spec, None if version is None else Step(version))
 
     def _status(self, job: JobId) -> JobStatus:
-        return job_status(self._machine.view, self._driver.journal, job)
+        return job_status(self._machine.view, self._driver.journal, job, self._driver.statistic)
 
     def _live(self, name: str) -> WorkerId:
         worker = WorkerId(name)

@@ -68,6 +68,21 @@ RE_EXPORTED = (
         GaugeMetricFamily,
         "Microbatches whose weight gradients are put aside",
     ),
+    ReExport(
+        "skein_worker_stage_peak_microbatches",
+        GaugeMetricFamily,
+        "Most microbatches that held a slot of a stage at once in the newest step",
+        _BY_STAGE,
+    ),
+    ReExport(
+        "skein_worker_pending_bytes",
+        GaugeMetricFamily,
+        "What weight gradients that are put aside are to be made of",
+    ),
+    ReExport("skein_worker_peak_pending_bytes", GaugeMetricFamily, "Most of that at once in the newest step"),
+    ReExport(
+        "skein_worker_tensor_bytes", CounterMetricFamily, "Tensor bytes of training sent to others", _BY_KIND
+    ),
     ReExport("skein_worker_queued_ops", GaugeMetricFamily, "Ops that could run", _BY_KIND),
     ReExport("skein_worker_payload_bytes", GaugeMetricFamily, "Tensors that are filed"),
     ReExport("skein_worker_refusals", CounterMetricFamily, "Tensors that were refused", _BY_REASON),

@@ -26,6 +26,7 @@ from coordinator.records.journal import Fold, job_of_record
 from coordinator.telling.exporting import MAX_LABELS, MAX_WORKERS, StatisticsCollector, counts_by_name
 from coordinator.telling.queued import QueueGauges
 from coordinator.telling.status import chunk_times
+from coordinator.telling.uses import UseGauges
 from skein.plan.plan import ChunkTime, Infeasible, Plan
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.view import CoordinatorView, RunView
@@ -168,11 +169,7 @@ class CoordinatorMetrics:
             "An op for one microbatch as the plan has it and as measured, mean over a stage's holders",
             ["job", "stage", "op", "kind"],
         )
-        self._holders = new_gauge(
-            "skein_stage_holders",
-            "Workers that hold a stage, and how many the job asks for",
-            ["job", "stage", "kind"],
-        )
+        self._uses = UseGauges(registry)
         self._timed: dict[JobId, set[tuple[str, ...]]] = {}
         self._checkpoint_age = self._gauge("skein_checkpoint_age_seconds", "Since the newest checkpoint")
         self._probe_score = new_gauge(
@@ -418,7 +415,7 @@ class CoordinatorMetrics:
         self._sample_scores(live)
         for run in view.runs.values():
             self._sample_times(run, view.measured[run.job.job])
-        self._sample_holders(view.runs.values())
+        self._uses.sample(view.runs.values(), self.reported)
         self._counts = {worker: counts for worker, counts in self._counts.items() if worker in live}
         self._statistics.counts_by_worker = self._counts
         for job, kept in self._jobs.items():
@@ -464,18 +461,6 @@ class CoordinatorMetrics:
                 for op, seconds in () if time is None else _ops(time):
                     values.setdefault((str(times.planned.chunk.stage), op, kind), []).append(seconds)
         self._show_stages(job, {labels: fmean(found) for labels, found in values.items()})
-
-    def _sample_holders(self, runs: Iterable[RunView]) -> None:
-        """Show how many holders stages of the active jobs have; nothing without any."""
-        self._holders.clear()
-        for run in runs:
-            if run.plan is None:
-                continue
-            asked = run.job.spec.parallel.replicas
-            for stage in run.plan.stages[:MAX_LABELS]:
-                labels = run.job.job, str(stage.index)
-                self._holders.labels(*labels, "held").set(len(run.plan.holders(stage.index)))
-                self._holders.labels(*labels, "asked").set(asked)
 
     def _show_stages(self, job: JobId, values: Mapping[tuple[str, ...], float]) -> None:
         for labels, value in values.items():

@@ -1,13 +1,15 @@
 """Status of jobs and workers as clients see it, made of the machine's state and the journal's rates."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from coordinator.records.journal import Journal
 from skein.config.job import JobSpec
+from skein.plan.changing.leeway import settled
 from skein.plan.changing.redundancy import Shortfall, shortfalls
 from skein.plan.changing.silent import busy_workers
+from skein.plan.clock.holding import WorkerUse, planned_uses
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.runs.watching.measuring import Measured
@@ -21,7 +23,18 @@ NUM_LOST = 64
 """So many lost workers are remembered."""
 
 
-def job_status(view: CoordinatorView, journal: Journal, job: JobId) -> JobStatus:
+Reported = Callable[[str], Mapping[WorkerId, Mapping[str, float]]]
+"""Newest values of a statistic that workers report, by worker and label."""
+
+
+def nothing_reported(_: str) -> Mapping[WorkerId, Mapping[str, float]]:
+    """No worker has told anything."""
+    return {}
+
+
+def job_status(
+    view: CoordinatorView, journal: Journal, job: JobId, reported: Reported = nothing_reported
+) -> JobStatus:
     """A job of the coordinator's history, now, with the times that its plan rests on and those that were measured."""
     history = view.history.jobs[job]
     rates, last, plan = journal.rates(job), history.last_commit, history.plan
@@ -57,6 +70,7 @@ def job_status(view: CoordinatorView, journal: Journal, job: JobId) -> JobStatus
         chunk_times=() if plan is None else chunk_times(plan.plan, view.measured.get(job)),
         transfer_times=() if plan is None else transfer_times(plan.plan, view.measured.get(job), view.links),
         predicted_spread=0.0 if plan is None else _spread(view, job, plan.plan),
+        uses=() if plan is None or run is None else _uses(plan.plan, history.spec, reported),
         shortfalls=() if run is None else _shortfalls(view, run, history.spec),
         num_train_samples=0 if history.counted is None else history.counted.num_train_samples,
         waiting_since_wall_s=view.waits_since_s(job),
@@ -79,6 +93,10 @@ def _spread(view: CoordinatorView, job: JobId, plan: Plan) -> float:
     return max(spreads, default=0.0)
 
 
+def _uses(plan: Plan, spec: JobSpec, reported: Reported) -> tuple[WorkerUse, ...]:
+    return with_told(planned_uses(plan, settled(spec, plan)), reported)
+
+
 def _shortfalls(view: CoordinatorView, run: RunView, spec: JobSpec) -> tuple[Shortfall, ...]:
     """Shortfalls of an active job's plan, with the workers of it that could hold a stage if they had the memory."""
     entries = [view.live[worker] for worker in run.crew if worker in view.live]
@@ -88,7 +106,19 @@ def _shortfalls(view: CoordinatorView, run: RunView, spec: JobSpec) -> tuple[Sho
 
 def brief_status(status: JobStatus) -> JobStatus:
     """A job in a list: without a line for each chunk, link and stage."""
-    return replace(status, chunk_times=(), transfer_times=(), shortfalls=())
+    return replace(status, chunk_times=(), transfer_times=(), shortfalls=(), uses=())
+
+
+def with_told(uses: Iterable[WorkerUse], reported: Reported) -> tuple[WorkerUse, ...]:
+    """Uses of workers with what these told."""
+    peaks, bubbles = reported("skein_worker_stage_peak_microbatches"), reported("skein_worker_bubble_ratio")
+    return tuple(
+        use.told(
+            {StageIndex(int(x)): int(peak) for x, peak in peaks.get(use.worker, {}).items() if x.isdecimal()},
+            bubbles.get(use.worker, {}).get(""),
+        )
+        for use in uses
+    )
 
 
 def chunk_times(plan: Plan, measured: Measured | None) -> tuple[ChunkTimes, ...]:

@@ -231,8 +231,11 @@ _WORKERS = Row(
         ),
         Panel(
             title="Bubble",
-            about="Share of the last step in which a worker ran no op.",
-            queries=(_query("skein_worker_bubble_ratio", "{{worker}}"),),
+            about="Share of the last step in which a worker ran no op, and of the step that was planned.",
+            queries=(
+                _query("skein_planned_bubble_ratio", "{{worker}}, planned"),
+                _query("skein_worker_bubble_ratio", "{{worker}}"),
+            ),
             unit=units.PercentUnit,
         ),
         Panel(
@@ -247,6 +250,25 @@ _WORKERS = Row(
             title="Weight gradients put aside",
             about="Microbatches that wait for their weight op, where backwards are split.",
             queries=(_query("skein_worker_pending_microbatches", "{{worker}}"),),
+        ),
+        Panel(
+            title="Activations",
+            about="Most at once in a step between forward and backward, as planned and as held in the newest step; "
+            "reckoned: microbatches by what one takes of memory.",
+            queries=(
+                _query('skein_activation_bytes{kind="planned"}', "{{worker}}, planned"),
+                _query('skein_activation_bytes{kind="held"}', "{{worker}}"),
+            ),
+            unit=units.BytesIEC,
+        ),
+        Panel(
+            title="Bytes put aside for weight gradients",
+            about="What they are to be made of: most at once in the newest step, and now.",
+            queries=(
+                _query("skein_worker_peak_pending_bytes", "{{worker}}, peak"),
+                _query("skein_worker_pending_bytes", "{{worker}}"),
+            ),
+            unit=units.BytesIEC,
         ),
         Panel(
             title="Ops that wait, by kind",
@@ -289,6 +311,14 @@ _WIRE = Row(
             about="Tensors from worker to worker, as sent.",
             queries=(_query(_rate("skein_link_bytes_total", "src, dst"), "{{src}} → {{dst}}"),),
             unit=units.BytesPerSecondIEC,
+        ),
+        Panel(
+            title="Bytes per second, by kind",
+            about="Boundary tensors (edge), those to shards of the output and gradients from them, rows of the input, "
+            "and sums of gradients, over all workers.",
+            queries=(_query(_rate("skein_worker_tensor_bytes_total", "kind"), "{{kind}}"),),
+            unit=units.BytesPerSecondIEC,
+            is_stacked=True,
         ),
         Panel(
             title="Links by way of relays",

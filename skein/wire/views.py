@@ -6,6 +6,7 @@ from enum import StrEnum
 from skein.config.quota import QuotaUse
 from skein.config.resources import Label
 from skein.plan.changing.redundancy import Shortfall
+from skein.plan.clock.holding import WorkerUse
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.log.records import Incident
 from skein.protocol.messages.directives import StepRecord
@@ -150,6 +151,8 @@ class JobStatus:
     num_incidents: int = 0
     num_steps_lost: int = 0
     """Committed steps that all incidents together cost."""
+    uses: tuple[WorkerUse, ...] = ()
+    """Uses of each worker by the plan, with what workers told; empty in a list of jobs."""
     shortfalls: tuple[Shortfall, ...] = ()
     """Stages of a running job with fewer holders than asked; empty in a list of jobs."""
     predicted_spread: float = 0.0

@@ -103,6 +103,25 @@ def test_a_step_is_drawn_op_by_op_as_planned_and_as_it_is() -> None:
     )
 
 
+def test_what_the_plan_uses_of_workers_stands_beside_what_they_told() -> None:
+    told = {"skein_worker_stage_peak_microbatches": {worker(0): {"0": 3.0}}, "skein_worker_bubble_ratio": {}}
+    view = machine(version=12).view
+    uses = job_status(view, Journal(nothing_kept), JOB, lambda name: told[name]).uses
+    assert [use.worker for use in uses] == [worker(i) for i in range(4)]
+    first, *others = uses
+    assert first.held_peaks in ((3,), (0,))
+    assert all(use.held_peaks == () for use in others)
+    assert all(0 <= use.planned_bubble < 1 for use in uses)
+    assert any(use.planned_bytes > 0 for use in uses)
+    assert brief_status(status(version=12)).uses == ()
+    metrics = CoordinatorMetrics()
+    sampled(metrics, machine(version=12))
+    shown = samples(metrics)
+    for use in uses:
+        assert shown["skein_activation_bytes", (use.worker, "planned", JOB)] == use.planned_bytes
+        assert shown["skein_planned_bubble_ratio", (use.worker, JOB)] == use.planned_bubble
+
+
 def test_an_epoch_of_the_data_is_known_while_the_job_is_at_work() -> None:
     assert status(version=12).num_train_samples == 10**6
 

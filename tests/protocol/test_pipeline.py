@@ -337,8 +337,9 @@ def test_queue_depths_are_told_by_kind() -> None:
 
 def test_what_holds_a_slot_is_told_with_the_most_of_the_newest_step() -> None:
     machine = machine_of("b", "F1.1 F1.2 I1.1 W1.1 I1.2 W1.2", slots=3)
+    stage = StageIndex(1)
     way = replace(path(chunk(0, "a"), chunk(1, "b"), chunk(2, "c")), split=(1,))
-    assert machine.occupancy == Occupancy(slots=3)
+    assert machine.occupancy == Occupancy(slots=3, peak_by_stage=((stage, 0),))
     for microbatch in (1, 2):
         machine.arrive(forward(microbatch, 1, way))
     run_ready(machine)
@@ -346,15 +347,17 @@ def test_what_holds_a_slot_is_told_with_the_most_of_the_newest_step() -> None:
     started = machine.next_op()
     assert started is not None
     machine.end(started, None)
-    assert machine.occupancy == Occupancy(in_flight=2, peak=2, slots=3, pending=1)
+    assert machine.occupancy == Occupancy(
+        in_flight=2, peak=2, slots=3, pending=1, peak_by_stage=((stage, 2),)
+    )
     run_ready(machine)
     machine.arrive(backward(2, 1, way))
     run_ready(machine)
-    assert machine.occupancy == Occupancy(peak=2, slots=3)
+    assert machine.occupancy == Occupancy(peak=2, slots=3, peak_by_stage=((stage, 2),))
     machine.advance(Step(1))
-    assert machine.occupancy == Occupancy(peak=2, slots=3)
+    assert machine.occupancy == Occupancy(peak=2, slots=3, peak_by_stage=((stage, 2),))
     machine.advance(Step(2))
-    assert machine.occupancy == Occupancy(slots=3)
+    assert machine.occupancy == Occupancy(slots=3, peak_by_stage=((stage, 0),))
 
 
 # --- whole plans ---

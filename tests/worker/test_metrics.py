@@ -6,9 +6,17 @@ import urllib.request
 
 import pytest
 
+from skein.config.job import JobSpec
 from skein.errors import UserError
-from skein.protocol.messages.tensors import Refusal
-from skein.types import JobId, WorkerId
+from skein.model.rows import VocabularySpec, VocabularySplit
+from skein.plan.changing.traffic import TrafficKind, traffic_of
+from skein.plan.cut import cut_job
+from skein.plan.ops import Direction
+from skein.protocol.messages.tensors import HopTensor, Phase, Refusal
+from skein.types import JobId, MicrobatchId, Step, WorkerId
+from tests.support.hands import envelope
+from tests.support.jobs import small_job
+from tests.support.plans import chunk, path
 from worker.telling.aggregating import Gauges
 from worker.telling.metrics import WorkerMetrics
 from worker.transport.statistics import Statistics
@@ -142,3 +150,59 @@ async def test_a_port_in_use_is_named_with_a_cure() -> None:
         with pytest.raises(UserError, match="another port") as failure:
             await WorkerMetrics(Statistics()).serve("127.0.0.1", taken.getsockname()[1])
     assert failure.value.field == "metrics_port"
+
+
+def test_what_is_put_aside_is_told_as_it_is_and_at_most_in_the_newest_step() -> None:
+    gauges = Gauges()
+    metrics = WorkerMetrics(Statistics(), gauges)
+
+    def told() -> tuple[float, float]:
+        found = values(metrics)
+        return found["skein_worker_pending_bytes", ""], found["skein_worker_peak_pending_bytes", ""]
+
+    for num_bytes in (100, 300, 200):
+        gauges.put_aside(num_bytes)
+    assert told() == (200, 300)
+    gauges.step_ended()
+    assert told() == (0, 300)
+    gauges.put_aside(50)
+    assert told() == (50, 300)
+    gauges.step_ended()
+    assert told() == (0, 50)
+
+
+@pytest.mark.parametrize("split", [VocabularySplit.OFF, VocabularySplit.OUTPUT, VocabularySplit.BOTH])
+def test_bytes_between_workers_are_told_by_kind(split: VocabularySplit) -> None:
+    job = small_job(stages=4)
+    parallel = job.parallel.model_copy(update={"vocabulary": VocabularySpec(split=split)})
+    job = JobSpec.model_validate(job.model_copy(update={"parallel": parallel}).model_dump(mode="json"))
+    stages = cut_job(job)
+    names = [f"w{stage.index}" for stage in stages]
+    way = path(*(chunk(stage.index, name) for stage, name in zip(stages, names, strict=True)))
+    gauges = Gauges()
+    statistics = Statistics(traffic_of=gauges.traffic_of)
+    gauges.began(JobId("j"), "all_reduce", {x.index: traffic_of(job.model, x) for x in stages})
+    for hop in range(1, len(stages)):
+        for direction, at in ((Direction.FORWARD, hop), (Direction.BACKWARD, hop - 1)):
+            header = HopTensor(
+                direction=direction,
+                phase=Phase.TRAIN,
+                step=Step(0),
+                microbatch=MicrobatchId(1),
+                hop=at,
+                path=way,
+            )
+            statistics.sent(WorkerId("x"), envelope(header, sender="w", job=JobId("j")), 1)
+    found = {kind: statistics.tensor_bytes[kind] for kind in TrafficKind}
+    num_inputs, num_between, num_outputs = job.parallel.shares
+    expected = {
+        # There and back over each: between shards of an end, and between these and the layers.
+        TrafficKind.ROWS: 2 * num_inputs,
+        TrafficKind.VOCABULARY_OUT: num_outputs,
+        TrafficKind.VOCABULARY_BACK: num_outputs,
+        TrafficKind.EDGE: 2 * (num_between - 1),
+        TrafficKind.REDUCTION: 0,
+    }
+    assert found == expected
+    shown = values(WorkerMetrics(statistics, gauges))
+    assert {kind: shown["skein_worker_tensor_bytes_total", kind.value] for kind in TrafficKind} == expected

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from skein.config.job import JobSpec
 from skein.model.reduced import keepers_of
+from skein.plan.changing.traffic import traffic_of
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import Resumption
 from skein.types import JobId, StageIndex, WorkerId
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
+from worker.telling.aggregating import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,11 @@ class Holding:
     """None on workers where no path begins."""
     resumption: Resumption | None
     """Part of the step in progress that stays; None: nothing."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Kinds of the boundary tensors that the chunks send."""
+        return {stage: traffic_of(self.job.model, chunk.stage) for stage, chunk in self.chunks.items()}
 
 
 def share_among(chunks: Mapping[StageIndex, Chunk]) -> None:

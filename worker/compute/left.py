@@ -9,7 +9,8 @@ from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.tensors import Phase
 from skein.types import MicrobatchId, StageIndex
 from worker.model.base import Crossing, Labels
-from worker.model.pending import Pending
+from worker.model.pending import Pending, add_up, held_bytes
+from worker.telling.aggregating import Gauges
 
 _Place = tuple[MicrobatchId, StageIndex]
 
@@ -18,9 +19,24 @@ _Place = tuple[MicrobatchId, StageIndex]
 class Left:
     """Input and output of forwards, gradients that were put aside, and labels of paths that end where they began."""
 
+    gauges: Gauges
     graphs: dict[_Place, tuple[Crossing, Crossing]] = field(default_factory=dict)
     pending: dict[_Place, deque[Pending]] = field(default_factory=dict)
+    pending_bytes: dict[_Place, int] = field(default_factory=dict)
+    """Bytes of what was put aside."""
     labels: dict[tuple[Phase, MicrobatchId], Labels] = field(default_factory=dict)
+
+    def put_aside(self, place: _Place, pending: deque[Pending]) -> None:
+        """Keep what an input op has put aside, for a weight op."""
+        self.pending[place] = pending
+        self.pending_bytes[place] = held_bytes(pending)
+        self.gauges.put_aside(sum(self.pending_bytes.values()))
+
+    def add_up(self, place: _Place) -> None:
+        """Add all that was put aside of a microbatch."""
+        add_up(self.pending.pop(place))
+        _ = self.pending_bytes.pop(place)
+        self.gauges.put_aside(sum(self.pending_bytes.values()))
 
     def staying(self, resumed: Iterable[ResumedChunk]) -> Self:
         """Part of it that a step which goes on is told to keep; nothing where none does."""
@@ -28,7 +44,9 @@ class Left:
         graphs = {(m, x.stage) for x in chunks for m in x.forwards}
         pending = {(m, x.stage) for x in chunks for m in x.pending}
         return type(self)(
+            gauges=self.gauges,
             graphs={place: self.graphs[place] for place in graphs & self.graphs.keys()},
             pending={place: self.pending[place] for place in pending & self.pending.keys()},
+            pending_bytes={place: self.pending_bytes[place] for place in pending & self.pending_bytes.keys()},
             labels={key: value for key, value in self.labels.items() if key[0].trains and chunks},
         )

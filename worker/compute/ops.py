@@ -85,7 +85,6 @@ from worker.compute.payload import (
 from worker.compute.snapshots import Snapshots
 from worker.compute.state import Saved
 from worker.model.base import Crossing, Labels
-from worker.model.pending import add_up
 from worker.telling.aggregating import Gauges
 
 Outputs = dict[TensorKey, Payload]
@@ -108,7 +107,7 @@ class Compute:
         self.holding: Holding | None = None
         self.snapshots = Snapshots()
         self.gauges = Gauges()
-        self._left = Left()
+        self._left = Left(self.gauges)
         self._results: dict[tuple[GroupId, Attempt], tuple[Joined, Tensor]] = {}
         self._exchanging: Exchanging | None = None
         self._leaving: tuple[Chunk, ...] = ()
@@ -136,7 +135,7 @@ class Compute:
             chunk.join(holding.groups, holding.worker)
         self.holding = holding
         self._exchanging = Exchanging(holding.job, holding.worker, self.gauges)
-        self.gauges.began(holding.job_id, holding.job.aggregation.rule)
+        self.gauges.began(holding.job_id, holding.job.aggregation.rule, holding.traffic)
         kept = holding.chunks.values()
         self._leaving = tuple(chunk for chunk in before if chunk not in kept)
 
@@ -171,7 +170,8 @@ class Compute:
         return (*self._held.chunks.values(), *self._leaving) if is_ours else ()
 
     def _drop_step(self) -> None:
-        self._left = Left()
+        self.gauges.step_ended()
+        self._left = Left(self.gauges)
         self._results.clear()
         self._leaving = ()  # An update may change a part of these.
 
@@ -208,7 +208,7 @@ class Compute:
             case InputOp():
                 return self._input_gradient(op, operands)
             case WeightOp():
-                add_up(self._left.pending.pop((op.microbatch, op.chunk.stage)))
+                self._left.add_up((op.microbatch, op.chunk.stage))
                 return Done()
             case PackOp():
                 return Done(outputs=self._pack(op))
@@ -274,7 +274,7 @@ class Compute:
             followed = x.followed(is_sample=op.operand is None)
             total, num_valid = module.score(followed, labels.labels, labels.weights)
         if isinstance(op, LossInputOp):
-            self._left.pending[op.microbatch, op.chunk.stage] = module.put_aside([total])
+            self._left.put_aside((op.microbatch, op.chunk.stage), module.put_aside([total]))
         else:
             total.backward()  # type: ignore[no-untyped-call]
         outcome = Loss(loss_sum=total.item(), num_tokens=num_valid, balance=visit.balance)
@@ -289,7 +289,7 @@ class Compute:
         place = op.microbatch, op.chunk.stage
         x, y = self._left.graphs.pop(place)
         module = self._chunk(op.chunk).functions
-        self._left.pending[place] = module.put_aside(y.differentiable, self._gradients(op, operands))
+        self._left.put_aside(place, module.put_aside(y.differentiable, self._gradients(op, operands)))
         return Done(outputs=self._handed_back(op, x))
 
     def _gradients(self, op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload]) -> list[Tensor]:

@@ -1,18 +1,32 @@
-"""Numbers that the compute thread tells of aggregation while it trains, for metrics and beats to read when asked.
+"""Numbers that the compute thread tells while it trains, for metrics and beats to read when asked.
 
 Rules of this file
 - One thread writes, others read: a value is set whole or not at all, and readers take copies.
 - Only the newest value counts. Changes are counted from the first one on, not from the process's start.
 """
 
-from skein.types import JobId
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from skein.plan.changing.traffic import TrafficKind
+from skein.plan.ops import Direction
+from skein.types import JobId, StageIndex
+
+Traffic = Mapping[StageIndex, Mapping[Direction, TrafficKind]]
+"""Kinds of what stages send, each way."""
 
 
 class Gauges:
-    """The newest numbers of aggregation at this worker."""
+    """The newest numbers of aggregation at this worker, and of what it has put aside."""
 
     def __init__(self) -> None:
         self.num_leader_changes = 0
+        self.pending_bytes = 0
+        """Bytes that weight gradients are still to be made of."""
+        self.peak_pending_bytes = 0
+        """Peak of these in the newest step that has ended, or since."""
+        self._peak_now = 0
+        self._traffic: Mapping[tuple[JobId, StageIndex], Mapping[Direction, TrafficKind]] = {}
         self._rules: dict[JobId, str] = {}
         self._begin()
 
@@ -25,11 +39,30 @@ class Gauges:
         """Ratio of the newest exchange's bytes in float32 to those that it took; None before there was one."""
         self._leaders: dict[str, str] = {}
 
-    def began(self, job: JobId, rule: str) -> None:
-        """Take numbers of a job whose chunks are held here from now on; those of another job are dropped."""
+    def began(self, job: JobId, rule: str, traffic: Traffic = MappingProxyType({})) -> None:
+        """Take numbers of a job whose chunks are held here from now on; those of another job are dropped.
+
+        `traffic` has the kinds of what these chunks send.
+        """
         if job not in self._rules:
             self._begin()
         self._rules[job] = rule
+        self._traffic = {(job, stage): kinds for stage, kinds in traffic.items()}
+
+    def traffic_of(self, job: JobId, stage: StageIndex, direction: Direction) -> TrafficKind:
+        """Kind of what a stage sends; EDGE of one that is not held here any more."""
+        kinds = self._traffic.get((job, stage), {})
+        return kinds.get(direction, TrafficKind.EDGE)
+
+    def put_aside(self, num_bytes: int) -> None:
+        """Note how much is put aside now."""
+        self.pending_bytes = num_bytes
+        self._peak_now = max(self._peak_now, num_bytes)
+        self.peak_pending_bytes = max(self.peak_pending_bytes, num_bytes)
+
+    def step_ended(self) -> None:
+        """A step is over, and nothing of it is put aside any more."""
+        self.pending_bytes, self.peak_pending_bytes, self._peak_now = 0, self._peak_now, 0
 
     def exchanged(self, *, plain_bytes: int, sent_bytes: int) -> None:
         """Note the bytes that an exchange's parts would take in float32, and those that they do take."""

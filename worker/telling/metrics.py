@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from skein.plan.changing.traffic import TrafficKind
 from skein.plan.ops import OpKind
 from skein.protocol.messages.reports import Count
 from skein.protocol.worker.pipeline import Occupancy
@@ -45,6 +46,9 @@ class _WhenAsked(Collector):
         yield _family("failed_tensors", "Tensors given up, by peer", "peer", _bounded(counted.failed))
         yield _family("refused_tensors", "What peers did not take, by reason", "reason", counted.refused)
         yield _family("refusals", "What this worker did not take, by reason", "reason", counted.refusals)
+        about = "Tensor bytes of training sent to other workers, by kind"
+        kinds = {kind.value: counted.tensor_bytes[kind] for kind in TrafficKind}
+        yield _family("tensor_bytes", about, "kind", kinds)
         about = "Tensor bytes sent for aggregation, by rule and peer"
         sent = CounterMetricFamily("skein_worker_aggregation_bytes", about, labels=["rule", "peer"])
         for (rule, peer), num_bytes in sorted(self._sent_bytes().items()):
@@ -56,6 +60,10 @@ class _WhenAsked(Collector):
         yield _by_stage("error_feedback_norm", about, gauges.error_feedback_norm)
         about = "Bytes of the newest exchange in float32, by those that it took"
         yield GaugeMetricFamily("skein_worker_compression_ratio", about, value=gauges.compression_ratio)
+        about = "What weight gradients that are put aside are to be made of"
+        yield GaugeMetricFamily("skein_worker_pending_bytes", about, value=gauges.pending_bytes)
+        about = "Most of that at once in the newest step"
+        yield GaugeMetricFamily("skein_worker_peak_pending_bytes", about, value=gauges.peak_pending_bytes)
         about = "How often other walkers began to lead this one"
         yield CounterMetricFamily("skein_worker_leader_changes", about, value=gauges.num_leader_changes)
         about = "Bytes carried for workers that do not dial each other"
@@ -122,6 +130,8 @@ class WorkerMetrics:
         about = "Most microbatches that held a slot at once in the newest step"
         self._peak_in_flight = new_gauge("skein_worker_peak_in_flight_microbatches", about)
         self._slots = new_gauge("skein_worker_slots", "Microbatches that may hold a slot, as planned")
+        about = "Most microbatches that held a slot of a stage at once in the newest step"
+        self._peak_by_stage = new_gauge("skein_worker_stage_peak_microbatches", about, ["stage"])
         about = "Microbatches whose weight gradients are put aside"
         self._pending = new_gauge("skein_worker_pending_microbatches", about)
         self._queued = new_gauge("skein_worker_queued_ops", "Ops that could run, by kind", ["kind"])
@@ -177,6 +187,9 @@ class WorkerMetrics:
         self._peak_in_flight.set(occupancy.peak)
         self._slots.set(occupancy.slots)
         self._pending.set(occupancy.pending)
+        self._peak_by_stage.clear()
+        for stage, peak in occupancy.peak_by_stage:
+            self._peak_by_stage.labels(str(stage)).set(peak)
         for kind in _COMPUTE_KINDS:
             self._queued.labels(kind).set(depth_by_kind.get(kind, 0))
         self._payload_bytes.set(payload_bytes)

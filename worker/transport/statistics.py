@@ -1,11 +1,18 @@
 """Counts of the transport, for beats and metrics."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from skein.plan.changing.traffic import TrafficKind
+from skein.plan.ops import Direction
 from skein.protocol.messages.tensors import Envelope, ShardTensor
-from skein.types import JobId, WorkerId
+from skein.types import JobId, StageIndex, WorkerId
 from skein.wire.channel import Lane
+
+
+def _edge(_job: JobId, _stage: StageIndex, _direction: Direction) -> TrafficKind:
+    return TrafficKind.EDGE
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,6 +26,10 @@ class Statistics:
     received_bytes: Counter[WorkerId] = field(default_factory=Counter)
     shard_bytes: Counter[tuple[JobId, WorkerId]] = field(default_factory=Counter)
     """Bytes of aggregation among `sent_bytes`, by job and peer."""
+    tensor_bytes: Counter[TrafficKind] = field(default_factory=Counter)
+    """Bytes of training and aggregation among `sent_bytes`, by kind."""
+    traffic_of: Callable[[JobId, StageIndex, Direction], TrafficKind] = _edge
+    """Kind of what a stage that is held here sends; asked on the event loop."""
     state_parts: int = 0
     """Parts that came of state and results that were asked for."""
     accepted: Counter[Lane] = field(default_factory=Counter)
@@ -37,5 +48,11 @@ class Statistics:
     def sent(self, to: WorkerId, envelope: Envelope, num_bytes: int) -> None:
         """So many bytes of a tensor have left for a peer."""
         self.sent_bytes[to] += num_bytes
-        if isinstance(envelope.header, ShardTensor):
+        header = envelope.header
+        if isinstance(header, ShardTensor):
             self.shard_bytes[envelope.job, to] += num_bytes
+            self.tensor_bytes[TrafficKind.REDUCTION] += num_bytes
+        else:
+            sender = header.path.hops[header.path.makers(header.direction, header.hop)[0]]
+            kind = self.traffic_of(envelope.job, sender.stage, header.direction)
+            self.tensor_bytes[kind] += num_bytes

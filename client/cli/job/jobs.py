@@ -17,12 +17,14 @@ from client.cli.options import connect_client, overrides_option, remote_command
 from client.cli.show import (
     JOB_COLUMNS,
     TIME_COLUMNS,
+    USE_COLUMNS,
     job_lines,
     job_row,
     print_json,
     print_listed,
     print_table,
     time_rows,
+    use_rows,
 )
 from client.estimating import Expected, expected
 from client.jobfile import read_job
@@ -152,7 +154,7 @@ def jobs(*, is_json: bool) -> None:
     "--watch", "is_watching", is_flag=True, help="Show it anew, with its curve, until the job ends."
 )
 def status(job: str, *, is_watching: bool, is_json: bool) -> int:
-    """Show how far JOB is, and what its plan takes ops, transfers and steps for beside what they take."""
+    """Show how far JOB is, and what its plan takes ops, transfers, steps and memory for beside what they take."""
     if is_watching and is_json:
         raise click.UsageError(
             "--watch shows a screen, --json prints once: skein logs -f --json tells events"
@@ -168,4 +170,7 @@ def status(job: str, *, is_watching: bool, is_json: bool) -> int:
         if found.chunk_times:
             click.echo()
             print_table(TIME_COLUMNS, time_rows(found), nothing="")
+        if found.uses:
+            click.echo()
+            print_table(USE_COLUMNS, use_rows(found), nothing="")
     return DONE

@@ -79,16 +79,16 @@ _FIELDS = {
     INDEX: "stage stages index first stop hop split shard num_shards fragment walker walkers leader parents members",
     MICROBATCH: (
         "microbatch microbatches num_microbatches ledger forwards pending outputs gradients slots num_paths "
-        "num_evaluation_paths evaluation_paths"
+        "num_evaluation_paths evaluation_paths planned_peaks held_peaks"
     ),
-    BYTES: "num_bytes memory_bytes missing_bytes offset shape used most",
+    BYTES: "num_bytes memory_bytes missing_bytes fixed_bytes slot_bytes offset shape used most",
     SECONDS: (
         "seconds forward_s backward_s loss_s weight_s latency_s running_s elapsed_s lease_s beat_s beat_age_s "
         "measured_age_s link_s silent_s fenced_s step_s measured_step_s predicted_step_s lower_bound_s life_s"
     ),
     WALL: "wall_s submitted_wall_s opened_s origin_s waiting_since_wall_s since_s ends_s revoked_s",
     SPEED: "flops_per_s",
-    STATISTIC: "spread predicted_spread Count.value drop_ratio",
+    STATISTIC: "spread predicted_spread planned_bubble bubble Count.value drop_ratio",
     BANDWIDTH: "bytes_per_s",
     RATE: "tokens_per_s",
     LOSS: "loss loss_sum probe_loss evaluation_loss balance_loss",

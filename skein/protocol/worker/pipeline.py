@@ -76,6 +76,8 @@ class _Chunk:
         self.evaluation_paths = assignment.evaluation_paths
         self.evaluation_forwards: list[tuple[MicrobatchId, int, Path]] = []
         self.evaluation_losses: dict[MicrobatchId, Loss] = {}
+        self.peak = self.peak_before = 0
+        """Most microbatches that held a slot at once: in the step so far, and in the one before."""
         self._stage = assignment.stage.index
         self._whole_step = list(planned)
         self.arrived: dict[PlannedOp, _Place] = {}
@@ -134,6 +136,7 @@ class _Chunk:
             self._lanes[op.kind.row.lane].remove(listed_op)
         if op.kind.row.slots > 0:
             self.in_flight += op.kind.row.slots
+            self.peak = max(self.peak, self.in_flight)
         return self.arrived.pop(op)
 
     def keep(self, kept: Kept, microbatch: MicrobatchId, place: _Place) -> None:
@@ -153,13 +156,14 @@ class _Chunk:
 class Occupancy(NamedTuple):
     """Numbers of microbatches at a worker: that hold a slot, held one at once in the newest step, and may.
 
-    `pending` wait for their weight op.
+    `pending` wait for their weight op; `peak_by_stage` has each chunk's own peak.
     """
 
     in_flight: int = 0
     peak: int = 0
     slots: int = 0
     pending: int = 0
+    peak_by_stage: tuple[tuple[StageIndex, int], ...] = ()
 
 
 class Pipeline:
@@ -214,6 +218,7 @@ class Pipeline:
             peak=max(self._peak, self._peak_before),
             slots=sum(chunk.slots for chunk in chunks),
             pending=sum(len(_pending(chunk.held)) for chunk in chunks),
+            peak_by_stage=tuple((stage, max(x.peak, x.peak_before)) for stage, x in self._chunks.items()),
         )
 
     def slots_taken(self) -> Iterator[tuple[int, int]]:
@@ -348,6 +353,7 @@ class Pipeline:
         self._seen.clear()
         self._peak, self._peak_before = 0, self._peak
         for chunk in self._chunks.values():
+            chunk.peak, chunk.peak_before = 0, chunk.peak
             chunk.clear()
             chunk.evaluation_losses.clear()
 

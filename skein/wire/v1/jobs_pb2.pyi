@@ -577,6 +577,7 @@ class JobStatus(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     QUOTAS_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
+    USES_FIELD_NUMBER: _builtins.int
     BALANCE_LOSS_FIELD_NUMBER: _builtins.int
     DROP_RATIO_FIELD_NUMBER: _builtins.int
     job: _builtins.str
@@ -639,6 +640,10 @@ class JobStatus(_message.Message):
     def quarantined(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that were shown to contribute wrongly."""
 
+    @_builtins.property
+    def uses(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerUse]:
+        """Not in a list of jobs."""
+
     def __init__(
         self,
         *,
@@ -674,12 +679,13 @@ class JobStatus(_message.Message):
         namespace: _builtins.str = ...,
         quotas: _abc.Iterable[Global___QuotaUse] | None = ...,
         quarantined: _abc.Iterable[_builtins.str] | None = ...,
+        uses: _abc.Iterable[Global___WorkerUse] | None = ...,
         balance_loss: _builtins.float | None = ...,
         drop_ratio: _builtins.float | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "measured_step_s", b"measured_step_s", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "uses", b"uses", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__balance_loss: _TypeAlias = _typing.Literal["balance_loss"]  # noqa: Y015
     _WhichOneofArgType__balance_loss: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss"]  # noqa: Y015
@@ -738,6 +744,65 @@ class QuotaUse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___QuotaUse: _TypeAlias = QuotaUse  # noqa: Y015
+
+@_typing.final
+class WorkerUse(_message.Message):
+    """Memory and time that a plan uses of a worker, and what it held in a step; lists are by stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    FIXED_BYTES_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    PLANNED_PEAKS_FIELD_NUMBER: _builtins.int
+    PLANNED_BUBBLE_FIELD_NUMBER: _builtins.int
+    HELD_PEAKS_FIELD_NUMBER: _builtins.int
+    BUBBLE_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    fixed_bytes: _builtins.int
+    planned_bubble: _builtins.float
+    """Share of a step without an op."""
+    bubble: _builtins.float
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def slot_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a microbatch."""
+
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def planned_peaks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Microbatches at once."""
+
+    @_builtins.property
+    def held_peaks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the newest step; none: not told."""
+
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        stages: _abc.Iterable[_builtins.int] | None = ...,
+        fixed_bytes: _builtins.int = ...,
+        slot_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        slots: _abc.Iterable[_builtins.int] | None = ...,
+        planned_peaks: _abc.Iterable[_builtins.int] | None = ...,
+        planned_bubble: _builtins.float = ...,
+        held_peaks: _abc.Iterable[_builtins.int] | None = ...,
+        bubble: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bubble", b"_bubble", "bubble", b"bubble"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bubble", b"_bubble", "bubble", b"bubble", "fixed_bytes", b"fixed_bytes", "held_peaks", b"held_peaks", "planned_bubble", b"planned_bubble", "planned_peaks", b"planned_peaks", "slot_bytes", b"slot_bytes", "slots", b"slots", "stages", b"stages", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bubble: _TypeAlias = _typing.Literal["bubble"]  # noqa: Y015
+    _WhichOneofArgType__bubble: _TypeAlias = _typing.Literal["_bubble", b"_bubble"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bubble) -> _WhichOneofReturnType__bubble | None: ...
+
+Global___WorkerUse: _TypeAlias = WorkerUse  # noqa: Y015
 
 @_typing.final
 class Shortfall(_message.Message):

@@ -1,0 +1,27 @@
+"""Memory and bubbles of workers, as `skein status` lists them."""
+
+from dataclasses import replace
+
+from client.cli.show import USE_COLUMNS, use_rows
+from skein.plan.clock.holding import WorkerUse
+from skein.types import StageIndex, WorkerId
+from tests.coordinator.test_times import status
+
+USE = WorkerUse(
+    worker=WorkerId("w0"),
+    stages=(StageIndex(0), StageIndex(3)),
+    fixed_bytes=2**30,
+    slot_bytes=(2**20, 2**21),
+    slots=(4, 8),
+    planned_peaks=(4, 3),
+    planned_bubble=0.25,
+)
+
+
+def test_a_worker_is_listed_as_planned_until_it_tells_what_it_held() -> None:
+    found = replace(status(version=12), uses=(USE, USE.told({StageIndex(3): 5}, 0.5)))
+    planned, told = use_rows(found)
+    assert len(planned) == len(told) == len(USE_COLUMNS)
+    start = ("w0", "0,3", "1.0 GiB", "7 (10.0 MiB)")
+    assert planned == (*start, "-", "12 (20.0 MiB)", "25%", "-")
+    assert told == (*start, "5 (10.0 MiB)", "12 (20.0 MiB)", "25%", "50%")
