@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from skein.plan.ops import Direction
+from skein.plan.balanced import make_balanced_plan
+from skein.plan.cut import cut_job
+from skein.plan.ops import Direction, Kept
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.placing.giving_up import LEAST_S
 from skein.protocol.log.history import History
@@ -43,6 +45,8 @@ from skein.sim.judging.invariants import (
     visits_of,
 )
 from skein.sim.lines.reach import ASKED_S, ReachTimes
+from skein.sim.scenario import disturbed
+from skein.sim.shapes import shape_of
 from skein.types import (
     Epoch,
     Generation,
@@ -53,10 +57,12 @@ from skein.types import (
     Step,
     WorkerId,
 )
+from tests.plan.builders import fleet
 from tests.support.hands import Hand, alone, record
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, grid_plan, path, plan_of, schedule
 from tests.support.reports import attempt
+from tests.support.worlds import run_until, version_of
 
 JOB = JobId("small-1")
 SPEC = small_job()
@@ -380,3 +386,31 @@ def test_an_op_without_its_operand_is_caught() -> None:
     )
     with pytest.raises(Violated, match="without"):
         executor.begins(op, Generation(1))
+
+
+@pytest.mark.parametrize("moved", [-1, 1])
+def test_shards_that_lack_rows_or_have_some_twice_are_caught(moved: int) -> None:
+    job = shape_of("line 2x2 rows output").job(steps=1)
+    stages = cut_job(job)
+    # Of two shards of the output, the later one begins a block too soon or too late.
+    *others, last = stages
+    wrong = (*others, replace(last, first=last.first + moved))
+    invariants = Invariants()
+    submitted = JobSubmitted(job=JOB, key="k", spec=job.canonical_json(), wall_s=0.0)
+    for entry in (epoch(1), submitted, generation(1)):
+        invariants.recorded(entry)
+    plan = make_balanced_plan(job, fleet([1e10] * 4), None, 0)
+    assert isinstance(plan, Plan)
+    invariants.recorded(PlanAdopted(job=JOB, generation=Generation(1), plan=plan))
+    with pytest.raises(Violated, match="stages of the output hold rows"):
+        invariants.recorded(PlanAdopted(job=JOB, generation=Generation(1), plan=replace(plan, stages=wrong)))
+
+
+def test_weight_gradients_that_are_put_aside_still_when_a_step_is_applied_are_caught() -> None:
+    world = disturbed(shape_of("line 2x2 split"), seed=0, num_faults=0)
+    run_until(world, lambda world: version_of(world) == 1)
+    process = next(iter(world.workers.values()))
+    (stage,) = process.executor.chunks
+    process.executor._kept.add((Kept.PENDING, MicrobatchId(99), stage))
+    with pytest.raises(Violated, match=r"with weight gradients of \[99\] put aside"):
+        run_until(world, lambda world: version_of(world) == 3)

@@ -125,6 +125,19 @@ def shard_clauses(model: AnyModel, plan: Plan) -> Iterator[Clause]:
             yield Clause(f"rows of the {end}: {', '.join(held[:_MOST_TOLD])}{more}")
 
 
+def rows_by_end(model: AnyModel, stages: Sequence[StageSpec]) -> Mapping[str, list[range]]:
+    """Rows of the blocks that each end's stages hold, in the order of the stages; none of a matrix that is whole."""
+    return {
+        end: [
+            block.rows
+            for stage in held
+            for name in stage_shapes(model, stage)
+            if (block := parse_block(name)) is not None
+        ]
+        for end, held in _ends(model, stages).items()
+    }
+
+
 def shard_stages(model: AnyModel, stages: Sequence[StageSpec]) -> frozenset[StageIndex]:
     """Stages that hold rows of an end which several of `stages` share."""
     ends = _ends(model, stages).values()

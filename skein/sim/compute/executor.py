@@ -414,12 +414,22 @@ class SimExecutor:
             if record.decision is Decision.APPLY and not op.keeps_step:
                 if not self._is_resumed and not is_late(me, results):
                     judge.check_order(chunk, record.step)
+                if not is_late(me, results):
+                    self._check_nothing_aside(chunk, record.step)
                 judge.check_results(me, record.step, results)
             chunk.lineage = lineage_after(chunk.lineage, record)
             chunk.version = Step(record.step + 1)
         if not op.keeps_step:
             self._is_resumed = False
             self._clear(Step(record.step + 1))
+
+    def _check_nothing_aside(self, chunk: SimChunk, step: Step) -> None:
+        """All that was put aside of the step is in the chunk's sum: nothing outlives the ledger that it belongs to."""
+        aside = sorted(
+            m for kept, m, stage in self._kept if (kept, stage) == (Kept.PENDING, chunk.stage.index)
+        )
+        if aside:
+            raise Violated(f"{self.worker} applies step {step} with weight gradients of {aside} put aside")
 
     def _judge(self) -> Judge:
         return Judge(

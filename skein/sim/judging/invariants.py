@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from skein.config.job import JobSpec
+from skein.plan.changing.shards import rows_by_end
 from skein.plan.plan import Plan
 from skein.protocol.log.history import History
 from skein.protocol.log.records import (
@@ -172,6 +174,7 @@ class Invariants:
                 self._branches[record.job] = _Branch(lineages=[initial_of(record.job)])
             case PlanAdopted():
                 self.visits[record.generation] = visits_of(record.plan)
+                _check_rows(self._replayed.jobs[record.job].spec, record.plan)
             case StepCommitted():
                 num_samples = self._replayed.jobs[record.job].spec.batch.samples
                 self._committed(self._branches[record.job], record.record, num_samples=num_samples)
@@ -364,6 +367,14 @@ class Invariants:
 
     def _branch(self, who: Worker) -> _Branch | None:
         return None if who.job is None else self._branches.get(who.job)
+
+
+def _check_rows(job: JobSpec, plan: Plan) -> None:
+    """Shards of an end have every row of the vocabulary, once and in order."""
+    for end, held in rows_by_end(job.model, plan.stages).items():
+        rows = [row for block in held for row in block]
+        if rows and rows != [*range(job.model.vocab_size or 0)]:
+            raise Violated(f"stages of the {end} hold rows {held} of {job.model.vocab_size}")
 
 
 def _grows(what: str, before: int, after: int) -> None:
