@@ -148,10 +148,9 @@ class Setting:
     def schedules(
         self, stages: Sequence[StageSpec], paths: Sequence[Path], slots: Mapping[ChunkRef, int]
     ) -> tuple[Schedule, ...]:
-        """Orders by microbatch; where backwards are split also by the clock, for weight ops fill what is left."""
+        """Orders by the clock, as workers take what is there; by microbatch where a step is too long for that."""
         workers = (chunk.worker for chunk in slots)
-        is_split = any(path.split for path in paths)
-        if is_split and sum(len(path.ops) for path in paths) <= MOST_OPS:
+        if sum(len(path.ops) for path in paths) <= MOST_OPS:
             return timed_schedules(paths, slots, workers, self.pace(stages))
         return ascending_schedules(paths, slots, workers)
 
