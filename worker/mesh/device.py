@@ -178,7 +178,12 @@ class DeviceShare:
                 made, named = boundary.differentiable, crossing(boundary.detached())
         if asked.ticket is not None:
             self._kept.visits[asked.ticket] = _Visited(stage=stage, given=given, made=made)
-        answer = DeviceAnswer(num_tokens=num_tokens, balance_losses=tuple(microbatch.losses))
+        answer = DeviceAnswer(
+            num_tokens=num_tokens,
+            balance_losses=tuple(microbatch.losses),
+            num_choices=microbatch.num_choices,
+            num_dropped=microbatch.num_dropped,
+        )
         return answer, self._told(named)
 
     def _return(self, asked: ReturnAsk, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -140,6 +140,9 @@ class DeviceAnswer(Spec):
     """Valid labels of a visit that scores."""
     balance_losses: tuple[float, ...] = ()
     """Balance loss of each layer with experts that was visited."""
+    num_choices: int = 0
+    num_dropped: int = 0
+    """Choices of all those layers that found their expert full."""
     speed: DeviceSpeed | None = None
 
 

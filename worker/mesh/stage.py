@@ -158,6 +158,8 @@ class MeshStage:
         on_answer(answer.num_tokens)
         if microbatch is not None:
             microbatch.losses += answer.balance_losses
+            microbatch.num_choices += answer.num_choices
+            microbatch.num_dropped += answer.num_dropped
         made = tuple(found[name] for name in _differentiable(found))
         return made if ticket is None else _visited(self.anchor, ticket, made, *given.differentiable)
 
