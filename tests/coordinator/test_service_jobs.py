@@ -69,7 +69,7 @@ async def test_a_key_does_not_stand_for_two_jobs(tmp_path: Path) -> None:
         ("{", "job"),
         ("{}", "name"),
         (job_spec().canonical_json().replace('"samples":4', '"samples":-4'), "batch.samples"),
-        (job_spec().canonical_json().replace('"seed":0', '"seed":0,"sede":1'), "sede"),
+        (job_spec().canonical_json().replace('"batch":{', '"sede":1,"batch":{'), "sede"),
         (job_spec().canonical_json().replace('"stages":1', '"stages":400'), "parallel.stages"),
         (job_spec().canonical_json().replace('"url":null', '"url":"nosuch://x"'), "checkpoint.url"),
         (gossip("static_exponential"), "aggregation.graph"),

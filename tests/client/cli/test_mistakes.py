@@ -6,6 +6,7 @@ import click
 import pytest
 
 from client.cli import run
+from skein import PROTOCOL_VERSION
 from skein.errors import RemoteError, UserError
 from tests.client.cli.said import Captured
 from tests.client.conftest import Scripted
@@ -125,4 +126,4 @@ def test_help_has_a_short_name_everywhere(verbs: list[str], capsys: Captured) ->
 
 def test_version_names_the_protocol(capsys: Captured) -> None:
     assert run(["--version"]) == 0
-    assert capsys.readouterr().out.endswith("(protocol 7)\n")
+    assert capsys.readouterr().out.endswith(f"(protocol {PROTOCOL_VERSION})\n")

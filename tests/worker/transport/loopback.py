@@ -59,7 +59,7 @@ def hop_envelope(
             phase=Phase.TRAIN,
             step=Step(0),
             microbatch=MicrobatchId(microbatch),
-            hop=1,
+            hop=1 if direction is Direction.FORWARD else 0,
             path=PATH,
         ),
     )
