@@ -28,6 +28,10 @@ SHAPES = (
     "line 2x2 tied rows output",
     "line 2x2 chunks 2",
     "loop 2x2 tied chunks 2",
+    "line 4x2 split",
+    "line 2x2 chunks 2 split v",
+    "line 2x2 chunks 2 tied rows both split",
+    "line 3x2 chunks 2 rows output split v",
 )
 STEPS = 6
 RTOL = 1e-9
