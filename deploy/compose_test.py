@@ -44,7 +44,7 @@ MORTAL = (
 )
 """Settings of jobs during which somebody dies: two of them have the whole fleet."""
 RULES = (
-    (),
+    ("model={family: mixtral, preset: mixtral-1m, routing: {capacity: 1.25}}",),
     ("aggregation.rule=diloco", "aggregation.local_steps=5"),
     ("aggregation.rule=lsgd", "aggregation.local_every_steps=5", "aggregation.global_every_steps=10"),
 )
