@@ -27,8 +27,10 @@ from worker.mesh.frames import (
     DropAsk,
     GroupAsk,
     LinkClosedError,
+    LoadAsk,
     ReturnAsk,
     SpeedAsk,
+    SumsAsk,
     VisitAsk,
 )
 from worker.mesh.processes import DeviceProcesses, MeshLostError
@@ -41,6 +43,8 @@ WARMING_S = 120.0
 _NEWS_S = 10.0
 """Within which all processes end once one is no good."""
 _CPU = torch.device("cpu")
+_DROPPING = ("drop",)
+"""Takes no time, from the first."""
 
 Answers = Sequence[tuple[DeviceAnswer, Mapping[str, Tensor]]]
 
@@ -69,7 +73,7 @@ class Mesh:
         self._size = 1
         self._epochs = itertools.count(1)
         self._numbers = itertools.count(1)
-        self._longest_s: dict[tuple[object, ...], float] = {}
+        self._longest_s: dict[tuple[object, ...], float] = {_DROPPING: 0.0}
         self._tickets: deque[int] = deque()
         self._sums: deque[int] = deque()
         self._chunks: deque[int] = deque()
@@ -211,8 +215,12 @@ def _op_of(asked: Asked) -> tuple[object, ...] | None:
     match asked:
         case VisitAsk():
             return asked.kind, asked.chunk, asked.scores, asked.ticket is None
+        case LoadAsk() | SumsAsk():
+            return asked.kind, asked.chunk
         case ReturnAsk() | AddUpAsk():
             return (asked.kind,)
+        case DropAsk():
+            return _DROPPING
         case _:
             return None
 

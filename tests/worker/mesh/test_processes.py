@@ -72,6 +72,18 @@ def test_a_frozen_device_is_noticed_by_how_long_such_ops_take(mesh: Mesh) -> Non
     assert_all_gone(mesh.processes.pids)
 
 
+def test_a_device_that_freezes_before_it_is_given_parameters_is_noticed_as_soon(mesh: Mesh) -> None:
+    stage = stage_on(mesh)
+    forward(stage)
+    with torch.no_grad():
+        for parameter in stage.parameters.values():
+            parameter.add_(1.0)
+    os.kill(mesh.processes.pids[1], signal.SIGSTOP)
+    with pytest.raises(MeshLostError, match=r"device 1 \(cpu\) hung"):
+        forward(stage)
+    assert_all_gone(mesh.processes.pids)
+
+
 def test_a_device_without_memory_is_told_as_such(mesh: Mesh) -> None:
     stage = stage_on(mesh)
     forward(stage)
