@@ -5,6 +5,7 @@
 #                (several GB) is not wanted; empty: wherever pip looks already
 #   PYTEST_ARGS  appended to every pytest call
 #   SEEDS        how many simulated fault schedules `make sim` runs
+#   SHAPES       over which sets of shapes
 #   STRIKES      and how many strikes amid exchanges for each aggregation rule
 #   SKEIN_MATRIX `entire`: tests try every case of their long matrices (`make matrix` sets it)
 
@@ -12,6 +13,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 SEEDS ?= 300
+SHAPES ?= any pipelines several guarded
 STRIKES ?= 20
 
 VENV := .venv
@@ -97,10 +99,9 @@ docs: setup ## write the generated pages, and build the site with the reference 
 		-d build/docs-read docs build/docs
 
 sim: setup ## SEEDS=300 simulated fault schedules, as many over each of several jobs, quotas and relays, and chunks and shards, STRIKES=20 strikes for each aggregation rule
-	$(TEST_ENV) $(BIN)/python -m skein.sim --shape any --seeds $(SEEDS) --processes 2
-	$(TEST_ENV) $(BIN)/python -m skein.sim --shape pipelines --seeds $(SEEDS) --processes 2
-	$(TEST_ENV) $(BIN)/python -m skein.sim --shape several --seeds $(SEEDS) --processes 2
-	$(TEST_ENV) $(BIN)/python -m skein.sim --shape guarded --seeds $(SEEDS) --processes 2
+	set -e; for shape in $(SHAPES); do \
+		$(TEST_ENV) $(BIN)/python -m skein.sim --shape $$shape --seeds $(SEEDS) --processes 2; \
+	done
 	$(TEST_ENV) $(BIN)/python -m skein.sim --rule all --seeds $(STRIKES) --processes 2
 
 bench: setup ## every comparison under bench/ (studies aside), one JSON line each
