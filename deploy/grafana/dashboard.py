@@ -1,6 +1,6 @@
 """Dashboards as code: `python -m deploy.grafana.dashboard` writes dashboards/*.json, which Grafana provisions.
 
-What they show is the table of `rows.py`; here is how that is drawn.
+What they show is the table of `rows/`; here is how that is drawn.
 """
 
 import json
@@ -23,7 +23,8 @@ from grafana_foundation_sdk.models.common import (
     VisibilityMode,
 )
 
-from deploy.grafana.rows import BOARDS, PLAN_CHANGES, Board, Panel, Row
+from deploy.grafana.rows.boards import BOARDS, PLAN_CHANGES
+from deploy.grafana.rows.panel import Board, Panel, Row
 
 FOLDER = Path(__file__).parent / "dashboards"
 _TAG = "skein"

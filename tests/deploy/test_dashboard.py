@@ -8,7 +8,8 @@ import pytest
 
 from deploy.compose_test import dashboard_queries
 from deploy.grafana.dashboard import FOLDER, render
-from deploy.grafana.rows import BOARDS, PLAN_CHANGES, Board, Panel, Query
+from deploy.grafana.rows.boards import BOARDS, PLAN_CHANGES
+from deploy.grafana.rows.panel import Board, Panel, Query
 from tests.deploy.stack import Value, exposed_series, listing, mapping, metrics_in, read_yaml
 
 PANELS = [panel for board in BOARDS for row in board.rows for panel in row.panels]
