@@ -14,11 +14,11 @@ from skein.config.job import JobSpec
 from skein.config.optimizer import AdadeltaSpec, AdamSpec, AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
-from skein.model.experts import Experts
-from skein.model.routing import DropOrder
+from skein.model.sparse.experts import Experts
+from skein.model.sparse.routing import DropOrder
 from skein.types import Precision, StageIndex, StageSpec
 from worker.data.dataset import Batch, Dataset, open_dataset
-from worker.model.experts import SparseMlp
+from worker.model.sparse.layer import SparseMlp
 from worker.model.stage import Stage, build_stage
 
 

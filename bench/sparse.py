@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from bench.report import Row, finish, spread
-from skein.model.experts import ExpertNames, Experts
 from skein.model.shape import DecoderShape
+from skein.model.sparse.experts import ExpertNames, Experts
 from skein.types import Precision
 from worker.model.decoder import Mlp
-from worker.model.experts import SparseMlp
-from worker.model.junction import Junction
 from worker.model.pending import Tray
+from worker.model.sparse.junction import Junction
+from worker.model.sparse.layer import SparseMlp
 from worker.transport.memory import keep_message_buffers
 
 GOAL = 0.7

@@ -12,7 +12,6 @@ from typing import ClassVar, Self
 from pydantic import Field, JsonValue, field_validator
 
 from skein.errors import UserError
-from skein.model.experts import Experts
 from skein.model.huggingface import (
     Dialect,
     comparable,
@@ -30,6 +29,7 @@ from skein.model.layers import (
 )
 from skein.model.rows import VocabularySplit, block_name, row_blocks
 from skein.model.shape import DecoderShape
+from skein.model.sparse.experts import Experts
 from skein.types import Precision
 
 EMBEDDING = "model.embed_tokens.weight"

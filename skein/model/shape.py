@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from skein.errors import UserError
-from skein.model.experts import Experts
+from skein.model.sparse.experts import Experts
 from skein.spec import Spec
 
 

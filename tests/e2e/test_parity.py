@@ -28,8 +28,8 @@ from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.families.mlp import MlpModel
 from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
-from skein.model.routing import DropOrder, RoutingSpec
 from skein.model.rows import VocabularySpec, VocabularySplit
+from skein.model.sparse.routing import DropOrder, RoutingSpec
 from skein.model.table import ModelSpec
 from skein.protocol.messages.directives import StepRecord
 from skein.types import JobState, Layout, Precision

@@ -17,7 +17,7 @@ from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
 from skein.model.reduced import reduced_by_group
-from skein.model.routing import RoutingSpec
+from skein.model.sparse.routing import RoutingSpec
 from skein.plan.agreeing.exchange import DIRECT, Pattern
 from skein.plan.plan import Group, Path
 from skein.protocol.messages.directives import Decision, GroupResult, Resumption, StepRecord

@@ -15,7 +15,7 @@ import torch
 from bench.reference import torch_optimizer
 from skein.data.cursor import positions_of
 from skein.errors import UserError
-from skein.model.routing import RoutingSpec
+from skein.model.sparse.routing import RoutingSpec
 from skein.plan.agreeing.exchange import Direct, Pattern, Ring, Tree
 from skein.plan.plan import Path as Hops
 from skein.protocol.messages.directives import Decision

@@ -24,9 +24,9 @@ from worker.mesh.device import LOSS
 from worker.mesh.frames import AddUpAsk, LoadAsk, ReturnAsk, StageAsk, SumsAsk, VisitAsk
 from worker.mesh.mesh import Mesh
 from worker.model.base import Crossing, Labels, Stage
-from worker.model.junction import Junction
 from worker.model.ops import go_back
 from worker.model.pending import Pending
+from worker.model.sparse.junction import Junction
 
 _log = logging.getLogger(__name__)
 

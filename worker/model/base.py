@@ -15,9 +15,9 @@ from skein.model.parameters import parameter_shapes
 from skein.model.rows import parse_block, whole_shapes
 from skein.rng import key
 from skein.types import Precision, StageSpec
-from worker.model.junction import Junction
 from worker.model.ops import biased, go_back, linear
 from worker.model.pending import Pending, Tray
+from worker.model.sparse.junction import Junction
 
 IGNORED_LABEL = -100
 """A label that takes no part in the loss."""

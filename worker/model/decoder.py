@@ -11,8 +11,6 @@ from skein.model.shape import DecoderShape
 from skein.types import Precision, StageSpec
 from worker.mesh.share import WHOLE, Share
 from worker.model.base import IGNORED_LABEL, Linear, Stage, empty_parameter, parameter_dtype, product_dtype
-from worker.model.experts import SparseMlp
-from worker.model.junction import Junction
 from worker.model.ops import (
     attend,
     embedding,
@@ -24,6 +22,8 @@ from worker.model.ops import (
     takes_groups,
 )
 from worker.model.pending import Tray
+from worker.model.sparse.junction import Junction
+from worker.model.sparse.layer import SparseMlp
 from worker.model.vocabulary import cross_entropy, looked_up, merged, scored
 
 

@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from skein.model.experts import ExpertNames, Experts, check_chosen
 from skein.model.huggingface import Dialect
 from skein.model.shape import DecoderShape, WindowedShape
-from skein.model.sparse import SparseModel
+from skein.model.sparse.experts import ExpertNames, Experts, check_chosen
+from skein.model.sparse.model import SparseModel
 
 _NAMES = ExpertNames(module="block_sparse_moe", gate="w1", up="w3", down="w2")
 

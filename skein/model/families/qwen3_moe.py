@@ -7,12 +7,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from skein.model.experts import ExpertNames, Experts, check_chosen
 from skein.model.families import qwen2
 from skein.model.families.qwen3 import Qwen3Shape
 from skein.model.huggingface import Dialect
 from skein.model.shape import DecoderShape
-from skein.model.sparse import SparseModel
+from skein.model.sparse.experts import ExpertNames, Experts, check_chosen
+from skein.model.sparse.model import SparseModel
 
 _NAMES = ExpertNames(module="mlp", gate="gate_proj", up="up_proj", down="down_proj")
 

@@ -9,13 +9,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.reference import PlainExperts
-from skein.model.experts import ExpertNames, Experts
-from skein.model.routing import DropOrder, RoutingSpec
+from skein.model.sparse.experts import ExpertNames, Experts
+from skein.model.sparse.routing import DropOrder, RoutingSpec
 from skein.types import Precision
 from tests.worker.model.builders import assert_near
-from worker.model.experts import ExpertRows, SparseMlp, likeliest, slots_of
-from worker.model.junction import Junction
 from worker.model.pending import Tray, add_up
+from worker.model.sparse.choosing import likeliest, slots_of
+from worker.model.sparse.junction import Junction
+from worker.model.sparse.layer import SparseMlp
+from worker.model.sparse.rows import ExpertRows
 
 EXPERTS = Experts(
     num_experts=4,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from skein.model.routing import RoutingSpec
+from skein.model.sparse.routing import RoutingSpec
 from tests.worker.model.builders import assert_near
 from tests.worker.model.test_experts import EXPERTS, ROUNDING, gradients, sparse, tokens
-from worker.model.experts import SparseMlp
-from worker.model.junction import Junction
 from worker.model.pending import add_up
+from worker.model.sparse.junction import Junction
+from worker.model.sparse.layer import SparseMlp
 
 COEFFICIENT = 0.5
 NUM_VALID = 7

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from skein.errors import UserError
-from skein.model.routing import RoutingSpec
+from skein.model.sparse.routing import RoutingSpec
 from skein.types import Precision
 
 INDEX_BYTES = 8

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from skein.errors import UserError
 from skein.model.decoder import DecoderModel, decoder_shape
-from skein.model.experts import Experts
-from skein.model.routing import RoutingSpec
+from skein.model.sparse.experts import Experts
+from skein.model.sparse.routing import RoutingSpec
 
 
 class SparseModel(DecoderModel):
