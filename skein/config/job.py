@@ -19,6 +19,7 @@ from skein.config.data.spec import BYTES, DataSpec
 from skein.config.explain import Words
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec
 from skein.config.resources import ResourcesSpec
+from skein.config.sweep.rows import ArrayRow, ArraySpec
 from skein.errors import LocalError, UserError
 from skein.model.layers import AnyModel, LayerSpec, layers_of
 from skein.model.rows import VocabularySpec, VocabularySplit
@@ -398,6 +399,11 @@ class JobSpec(Spec):
         """Bytes of one number in parameters and in what is reduced."""
         return self.precision.word_bytes
 
+    @property
+    def rows(self) -> tuple[ArrayRow, ...]:
+        """Trials that train side by side in it, where it is an array inside a sweep."""
+        return ()
+
     def paths(self) -> Iterator[tuple[str, str]]:
         """Field and path of everything that workers read for this job."""
         for field, source in self.data.named_sources:
@@ -417,15 +423,34 @@ class JobSpec(Spec):
         return hashlib.sha256(self.canonical_json().encode()).hexdigest()
 
 
-@lru_cache(maxsize=16)
+class ArrayJob(JobSpec):
+    """An array inside a sweep, as the run log has it: no job file and no client can ask for one.
+
+    Its steps are rounds: a microbatch is the batch of one step of every row, and `batch.samples` those of a round.
+    """
+
+    array: ArraySpec
+
+    @property
+    def rows(self) -> tuple[ArrayRow, ...]:
+        return self.array.rows
+
+    @property
+    def round_steps(self) -> int:
+        """Steps of each row in a round."""
+        return self.batch.num_microbatches
+
+
+@lru_cache(maxsize=256)
 def read_spec(text: str) -> JobSpec:
     """The job whose canonical JSON is in a record, a directive or a manifest, read once however often it is asked for.
 
     Raises:
         LocalError: this release does not know such a job.
     """
+    kind = ArrayJob if "array" in json.loads(text) else JobSpec
     try:
-        return JobSpec.model_validate_json(text)
+        return kind.model_validate_json(text)
     except ValidationError as error:
         raise LocalError(f"the job's specification is not one this release knows: {error}") from error
 

@@ -1,0 +1,1 @@
+"""Sweeps: trials that a job file asks for, and the arrays that they are packed into."""

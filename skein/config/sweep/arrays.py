@@ -1,0 +1,30 @@
+"""The job that an array inside a sweep is."""
+
+from skein.config.job import ArrayJob, BackupSpec, BatchSpec, BudgetSpec, JobSpec, PlanSpec
+from skein.config.sweep.rows import ArraySpec
+
+
+def array_job(trial: JobSpec, array: ArraySpec, *, round_steps: int) -> ArrayJob:
+    """The job that an array is.
+
+    It is saved at the end of each round, and lives on one worker.
+
+    Args:
+        trial: what the job of any of its rows would be.
+        array: its rows.
+        round_steps: steps of each row between two commits.
+    """
+    samples = trial.batch.samples
+    changed = {
+        "batch": BatchSpec(samples=round_steps * samples, microbatch_samples=samples),
+        "plan": PlanSpec(method="balanced", budget_s=0),
+        "optimizer": array.rows[0].optimizer,
+        "budget": BudgetSpec(steps=-(-array.num_steps // round_steps)),
+        "evaluation": trial.evaluation.model_copy(update={"every_steps": 0}),
+        "checkpoint": trial.checkpoint.model_copy(update={"every_steps": 1}),
+        "backup": BackupSpec(every_steps=0),
+        "on_divergence": "ignore",
+        "resources": trial.resources.model_copy(update={"min_workers": 1, "max_workers": 1}),
+    }
+    fields = {name: getattr(trial, name) for name in JobSpec.model_fields}
+    return ArrayJob(**{**fields, **changed}, array=array)
