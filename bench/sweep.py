@@ -36,12 +36,12 @@ from bench.sweeping.trials import (
     together,
 )
 from skein.config.optimizer import AdamWSpec
+from skein.protocol.messages.array_rounds import PassKind
 from skein.types import Precision
 from worker.model.base import parameter_dtype
 from worker.model.stage import Stage
 from worker.sweep.array import RowArray, RowSettings
 from worker.sweep.choosing import MIN_SPEEDUP, choose_pass
-from worker.sweep.passes import PassKind
 
 EQUAL_LOSS, EQUAL_PARAMETER, HEALTHY_LOSS = 1e-10, 1e-7, 1e-12
 """Most that may differ in float64: losses and parameters beside separate runs, losses beside a row that blew up."""

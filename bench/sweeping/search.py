@@ -19,9 +19,9 @@ from skein import rng
 from skein.config.optimizer import AdamWSpec
 from skein.model.families.mlp import MlpModel
 from skein.plan.sweeping.hyperband import Advance, Hyperband, brackets_of, steps_of
+from skein.protocol.messages.array_rounds import PassKind
 from skein.types import Precision
 from worker.sweep.array import RowArray, RowSettings
-from worker.sweep.passes import PassKind
 
 UNIT_STEPS, MOST_UNITS, ETA = 10, 27, 3
 MOST_ROWS = 14

@@ -1,10 +1,13 @@
 """Reports whose numbers could be, and that nobody can have seen all the same."""
 
+from dataclasses import replace
+
 import pytest
 
 from skein.numeric.sketch import SKETCH_LENGTH
 from skein.protocol.coordinator.coordinator import MAX_REFUSED
 from skein.protocol.coordinator.runs.workers.plausible import implausible, most_tokens
+from skein.protocol.messages.array_rounds import RowScore
 from skein.protocol.messages.directives import Refused
 from skein.protocol.messages.reports import EvaluationDone, LinksMeasured, Report, SketchTaken
 from skein.topology.fleet import Link
@@ -14,6 +17,7 @@ from tests.support.runs import PLAN, SPEC, stepping
 
 ME, OTHER = WorkerId("w1a"), WorkerId("w0a")
 MOST = most_tokens(SPEC)
+ROW = RowScore(loss_sum=1.0, num_tokens=1)
 
 
 def evaluated(*microbatches: int, num_tokens: int) -> EvaluationDone:
@@ -45,6 +49,7 @@ def link(sender: str, receiver: str) -> LinksMeasured:
         (stage_done(ledger(1, OTHER, 0), tokens=(1,)), "StageDone.ledger"),
         (evaluated(0, 1, num_tokens=2 * MOST + 1), "EvaluationDone.num_tokens"),
         (evaluated(0, 0, num_tokens=MOST + 1), "EvaluationDone.num_tokens"),
+        (replace(evaluated(0, num_tokens=1), rows=(ROW,)), "EvaluationDone.rows"),
         (link("w0a", "w0b"), "LinksMeasured"),
         (sketched(1.0), "SketchTaken.values"),
     ],

@@ -22,9 +22,10 @@ from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.optim.side_by_side import RowTerms, update_rows
 from skein.numeric.rows import RowBuffer
 from skein.numeric.walker import Walker
+from skein.protocol.messages.array_rounds import PassKind
 from skein.protocol.rounds.weighing import clip_of
 from worker.model.base import IGNORED_LABEL, Stage
-from worker.sweep.passes import Pass, PassKind, make_pass
+from worker.sweep.passes import Pass, make_pass
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 """Microbatches of one step: inputs and labels, (R, B, ...) both."""

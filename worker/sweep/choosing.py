@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from skein.numeric.rows import RowBuffer
+from skein.protocol.messages.array_rounds import PassKind
 from worker.model.base import Stage
-from worker.sweep.passes import Pass, PassKind, make_pass
+from worker.sweep.passes import Pass, make_pass
 
 MIN_SPEEDUP = 1.10
 """Times that the loop must take what another pass takes: below that fusing is not worth its memory."""

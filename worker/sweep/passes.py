@@ -10,7 +10,6 @@ Rules of this file
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +17,10 @@ from torch.func import functional_call, vmap
 from torch.nn import functional
 
 from skein.numeric.rows import RowBuffer
+from skein.protocol.messages.array_rounds import PassKind
 from worker.model.base import IGNORED_LABEL, Stage, parameter_dtype
 from worker.model.ops import mapped
 from worker.sweep.fused import fused_forward
-
-
-class PassKind(StrEnum):
-    """Way of the rows of an array through their models: as one wider model, by `torch.func.vmap`, or in turn."""
-
-    FUSED = "fused"
-    VMAPPED = "vmapped"
-    LOOPED = "looped"
 
 
 class Pass(ABC):

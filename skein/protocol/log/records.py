@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from skein.plan.plan import Plan
+from skein.protocol.messages.array_rounds import RowScore
 from skein.protocol.messages.directives import Beginning, CheckpointFile, StepRecord
 from skein.types import (
     Epoch,
@@ -96,13 +97,14 @@ class StepCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """Mean loss (nats per token) of `version` on validation data."""
+    """Mean loss (nats per token) of `version` on validation data; of an array over all rows, and each row's own."""
 
     job: JobId
     version: Step
     loss: float
     num_tokens: int
     wall_s: float
+    rows: tuple[RowScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

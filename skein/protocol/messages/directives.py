@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from skein.config.rule import Reach
 from skein.plan.plan import Group, Path, Schedule
+from skein.protocol.messages.array_rounds import ArrayRound, RowNumbers
 from skein.protocol.messages.positions import LogPosition
 from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.tensors import HopTensor, Phase
@@ -194,6 +195,23 @@ class StepRecord:
     """Mean over sparse layers and their valid tokens, 1 where experts are used evenly; None: the model has none."""
     drop_ratio: float | None = None
     """Share of the choices of experts that found theirs full; None: the model has none."""
+    array: ArrayRound | None = None
+    """Round that the step was, of an array; its loss and tokens are above, its norms and clips are its rows' alone."""
+
+    @property
+    def rows(self) -> tuple[RowNumbers, ...]:
+        """Numbers of each row; a job that is no array has one, with the step's own."""
+        if self.array is not None:
+            return self.array.rows
+        row = RowNumbers(
+            loss=self.loss,
+            num_tokens=self.num_tokens,
+            gradient_norm=self.gradient_norm,
+            clip=self.clip,
+            learning_rate=self.learning_rate,
+            num_updates=self.step + 1,
+        )
+        return (row,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from skein.config.resources import Label
 from skein.numeric.sums import exact_sum
 from skein.plan.plan import ChunkTime, TransferTime
+from skein.protocol.messages.array_rounds import ArrayRound, RowScore
 from skein.protocol.messages.directives import CheckpointFile, ChunkVersion, Ledger
 from skein.protocol.messages.positions import LogPosition
 from skein.protocol.messages.progress import ChunkProgress
@@ -140,7 +141,8 @@ class StageDone:
     """A chunk's ledger covers what was assigned. Where paths end, it knows the loss.
 
     `loss_sum` is nats over all its microbatches, `tokens` the valid tokens of each, in the order of the ledger; 0 and
-    nothing at any other chunk. `balance` is that of its microbatches, where its model has experts.
+    nothing at any other chunk. `balance` is that of its microbatches, where its model has experts; `array` the round
+    that they were, where the job is an array.
     """
 
     generation: Generation
@@ -149,6 +151,7 @@ class StageDone:
     loss_sum: float
     tokens: tuple[int, ...]
     balance: Balance | None = None
+    array: ArrayRound | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +186,7 @@ class SketchTaken:
 class EvaluationDone:
     """A head's share of an evaluation of `version`: summed loss in nats over so many tokens and microbatches.
 
-    `digest` is that of the head's parameters in a probe, else empty.
+    `digest` is that of the head's parameters in a probe, else empty; `rows` has an array's rows apart.
     """
 
     generation: Generation
@@ -193,6 +196,7 @@ class EvaluationDone:
     num_tokens: int
     phase: Phase = Phase.EVALUATE
     digest: str = ""
+    rows: tuple[RowScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

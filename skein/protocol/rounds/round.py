@@ -24,6 +24,7 @@ from skein.plan.agreeing.quorum import Eager, Quorum
 from skein.plan.agreeing.rounds import StepGroups, weighed
 from skein.plan.plan import Group
 from skein.protocol.deadline import TimePassed
+from skein.protocol.messages.array_rounds import ArrayRound
 from skein.protocol.messages.directives import (
     Decision,
     ExchangeTerms,
@@ -34,7 +35,7 @@ from skein.protocol.messages.directives import (
 )
 from skein.protocol.messages.reports import Balance, SketchTaken, StageDone, Vote
 from skein.protocol.rounds.votes import largest_camp, ruling, votes_text
-from skein.protocol.rounds.weighing import Numbers, clip_of, tokens_by_microbatch, weigh
+from skein.protocol.rounds.weighing import Numbers, clip_of, loss_sum_of, visitors_of, weigh, weigh_array
 from skein.types import Attempt, ChunkRef, Epoch, Generation, GroupId, Local, MicrobatchId, Step, WorkerId
 
 # --- events ---
@@ -417,27 +418,24 @@ class Round:
     def _weigh(self) -> Numbers:
         """Token counts, norms and weights from the reports, once, in a fixed order."""
         done = [self._done[chunk] for chunk in sorted(self._done)]
-        tokens = tokens_by_microbatch(done)
         reduced = [group.group for group in self._step_groups.reduced]
         votes = [self._results[group] for group in reduced if group in self._results]
-        visitors = {v.group: self._num_tokens(self._sharing(self._groups[v.group]), tokens) for v in votes}
+        if self._array is not None:
+            return weigh_array(self._array, votes)
+        chunks_by_group = {v.group: self._sharing(self._groups[v.group]) for v in votes}
         return weigh(
             self._step_groups,
             votes,
-            visitors,
-            loss_sum=self._loss_sum(done, tokens),
-            num_tokens=sum(tokens.values()),
+            visitors_of(done, chunks_by_group, self._expected),
+            loss_sum=loss_sum_of(done, may_lose_some=self._step_groups.may_lose_some),
+            num_tokens=sum(sum(d.tokens) for d in done),
             clip_norm=None if self._step_groups.clips_result else self.terms.clip_norm,
         )
 
-    def _loss_sum(self, done: Sequence[StageDone], tokens: Mapping[MicrobatchId, int]) -> float:
-        """Nats of all microbatches; of walkers, the others stand in for one whose loss is not finite."""
-        told = [d for d in done if d.tokens]
-        fit = [d for d in told if isfinite(d.loss_sum)] if self._step_groups.may_lose_some else told
-        fit = fit or told
-        num_fit = sum(sum(d.tokens) for d in fit)
-        total = exact_sum(d.loss_sum for d in fit)
-        return total if len(fit) == len(told) or not num_fit else total * (sum(tokens.values()) / num_fit)
+    @property
+    def _array(self) -> ArrayRound | None:
+        """Round of an array, which one chunk has told of; None: the job is none."""
+        return next((done.array for done in self._done.values() if done.array is not None), None)
 
     def _decide(self, numbers: Numbers) -> StepRecord:
         votes = [self._results[group] for group in sorted(self._results, key=str)]
@@ -474,6 +472,7 @@ class Round:
             num_late_samples=self._num_late_samples(),
             balance_loss=None if balance is None else balance.mean,
             drop_ratio=None if balance is None else balance.drop_ratio,
+            array=self._array,
         )
 
     def _num_late_samples(self) -> int:
@@ -490,7 +489,3 @@ class Round:
             return group.members
         stages = {member.stage for member in group.members}
         return [chunk for chunk in self._expected if chunk.stage in stages]
-
-    def _num_tokens(self, chunks: Collection[ChunkRef], tokens: Mapping[MicrobatchId, int]) -> int:
-        """Valid tokens of the microbatches that visited these chunks."""
-        return sum(tokens[m] for m in {m for chunk in chunks for m in self._expected[chunk]})

@@ -8,14 +8,15 @@ Rules of this file
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 
 from skein.numeric.sums import exact_sum
 from skein.plan.agreeing.rounds import StepGroups
+from skein.protocol.messages.array_rounds import ArrayRound
 from skein.protocol.messages.reports import StageDone, Vote
-from skein.types import GroupId, MicrobatchId
+from skein.types import ChunkRef, GroupId, MicrobatchId
 
 _TINY = 1e-6
 """Keeps a norm of zero from dividing."""
@@ -95,6 +96,20 @@ def weigh(
     )
 
 
+def weigh_array(array: ArrayRound, votes: Sequence[Vote]) -> Numbers:
+    """Numbers of a round of an array: its rows have decided on their steps, and what these came to is taken."""
+    norms = [row.gradient_norm for row in array.rows if not row.retired]
+    return Numbers(
+        reason="",
+        loss=array.loss,
+        num_tokens=array.num_tokens,
+        gradient_norm=_typical([norm for norm in norms if norm < inf]),
+        clip=1.0,
+        weights={vote.group: 1.0 for vote in votes},
+        num_tokens_by_group={vote.group: array.num_tokens for vote in votes},
+    )
+
+
 def _norm(
     votes: Sequence[Vote], visitors: Mapping[GroupId, int], times: Mapping[GroupId, int], num_tokens: int
 ) -> float:
@@ -122,10 +137,27 @@ def clip_of(norm: float, clip_norm: float | None) -> float:
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + _TINY))
 
 
-def tokens_by_microbatch(done: Iterable[StageDone]) -> Counter[MicrobatchId]:
-    """Valid tokens of each microbatch, from where its loss is."""
+def visitors_of(
+    done: Iterable[StageDone],
+    chunks_by_group: Mapping[GroupId, Collection[ChunkRef]],
+    expected: Mapping[ChunkRef, tuple[MicrobatchId, ...]],
+) -> dict[GroupId, int]:
+    """Valid tokens of the microbatches that visited each group's chunks, as told where losses are."""
     tokens: Counter[MicrobatchId] = Counter()
     for report in done:
         if report.tokens:
             tokens.update(dict(zip(report.ledger.microbatches, report.tokens, strict=True)))
-    return tokens
+    return {
+        group: sum(tokens[m] for m in {m for chunk in chunks for m in expected[chunk]})
+        for group, chunks in chunks_by_group.items()
+    }
+
+
+def loss_sum_of(done: Sequence[StageDone], *, may_lose_some: bool) -> float:
+    """Nats of all microbatches; of walkers that may be lost, the others stand in for one whose loss is not finite."""
+    told = [d for d in done if d.tokens]
+    fit = [d for d in told if isfinite(d.loss_sum)] if may_lose_some else told
+    fit = fit or told
+    num_fit, num_told = (sum(sum(d.tokens) for d in some) for some in (fit, told))
+    total = exact_sum(d.loss_sum for d in fit)
+    return total if len(fit) == len(told) or not num_fit else total * (num_told / num_fit)

@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from skein.plan.ops import Direction, OpKind
 from skein.plan.plan import Group, Path
+from skein.protocol.messages.array_rounds import ArrayRound, RowScore
 from skein.protocol.messages.directives import ExchangeTerms, StepRecord, TakeSketch
 from skein.protocol.messages.reports import Balance, SketchTaken, Vote
 from skein.protocol.messages.tensors import HopTensor, Phase, ShardTensor
@@ -281,13 +282,15 @@ class Loss:
     """Answer of a `LossOp` or `LossInputOp`: summed nats and valid tokens.
 
     In a probe also the digest of the chunk's parameters; in training the balance of its experts, which is all that a
-    `ForwardOp` answers.
+    `ForwardOp` answers. Of an array, in training the local steps that were made, else the score of each row.
     """
 
     loss_sum: float
     num_tokens: int
     digest: str = ""
     balance: Balance | None = None
+    array: ArrayRound | None = None
+    rows: tuple[RowScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

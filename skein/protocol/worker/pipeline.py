@@ -24,6 +24,7 @@ from typing import NamedTuple
 from skein.numeric.sums import exact_sum
 from skein.plan.ops import ChunkOrder, Direction, Kept, OpKind, only_using
 from skein.plan.plan import Path, PlannedOp, Schedule
+from skein.protocol.messages.array_rounds import ArrayRound, added_scores
 from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin
 from skein.protocol.messages.reports import Balance
 from skein.protocol.messages.tensors import HopTensor, Phase
@@ -384,6 +385,12 @@ class Pipeline:
         chunk = self._chunks[stage]
         return Balance.sum_of(chunk.balances.get(microbatch) for microbatch in chunk.ledger)
 
+    def array(self, stage: StageIndex) -> ArrayRound | None:
+        """Round of an array as far as its ledger goes, in that order; None of any other chunk."""
+        chunk = self._chunks[stage]
+        parts = (chunk.train_losses[m].array for m in chunk.ledger if m in chunk.train_losses)
+        return ArrayRound.together([part for part in parts if part is not None])
+
     def evaluation_loss(self, stage: StageIndex) -> tuple[tuple[MicrobatchId, ...], Loss]:
         """Evaluation microbatches whose loss this chunk has, ascending, and their sum."""
         losses = self._chunks[stage].evaluation_losses
@@ -402,6 +409,7 @@ def _total(losses: Iterable[Loss]) -> Loss:
         loss_sum=exact_sum(loss.loss_sum for loss in listed),
         num_tokens=sum(loss.num_tokens for loss in listed),
         digest=listed[0].digest if listed else "",
+        rows=added_scores(loss.rows for loss in listed),
     )
 
 

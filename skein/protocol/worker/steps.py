@@ -464,6 +464,7 @@ class Steps:
                 loss_sum=self.pipeline.train_loss_sum(stage),
                 tokens=self.pipeline.train_tokens(stage),
                 balance=self.pipeline.balance(stage),
+                array=self.pipeline.array(stage),
             )
         )
 
@@ -489,5 +490,6 @@ class Steps:
                     num_tokens=loss.num_tokens,
                     phase=self._evaluating,
                     digest=loss.digest,
+                    rows=loss.rows,
                 )
             )

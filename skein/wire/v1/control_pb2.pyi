@@ -907,6 +907,7 @@ class StageDone(_message.Message):
     LOSS_SUM_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     BALANCE_FIELD_NUMBER: _builtins.int
+    ARRAY_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     step: _builtins.int
     loss_sum: _builtins.float
@@ -920,6 +921,10 @@ class StageDone(_message.Message):
     def balance(self) -> Global___Balance:
         """Of a chunk of a model with experts."""
 
+    @_builtins.property
+    def array(self) -> _ids_pb2.ArrayRound:
+        """Of an array."""
+
     def __init__(
         self,
         *,
@@ -929,13 +934,19 @@ class StageDone(_message.Message):
         loss_sum: _builtins.float = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         balance: Global___Balance | None = ...,
+        array: _ids_pb2.ArrayRound | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance", b"_balance", "balance", b"balance", "ledger", b"ledger"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_balance", b"_balance", "array", b"array", "balance", b"balance", "ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance", b"_balance", "balance", b"balance", "generation", b"generation", "ledger", b"ledger", "loss_sum", b"loss_sum", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_balance", b"_balance", "array", b"array", "balance", b"balance", "generation", b"generation", "ledger", b"ledger", "loss_sum", b"loss_sum", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__array: _TypeAlias = _typing.Literal["array"]  # noqa: Y015
+    _WhichOneofArgType__array: _TypeAlias = _typing.Literal["_array", b"_array"]  # noqa: Y015
     _WhichOneofReturnType__balance: _TypeAlias = _typing.Literal["balance"]  # noqa: Y015
     _WhichOneofArgType__balance: _TypeAlias = _typing.Literal["_balance", b"_balance"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__array) -> _WhichOneofReturnType__array | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__balance) -> _WhichOneofReturnType__balance | None: ...
 
 Global___StageDone: _TypeAlias = StageDone  # noqa: Y015
@@ -1062,6 +1073,7 @@ class EvaluationDone(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     version: _builtins.int
     loss_sum: _builtins.float
@@ -1071,6 +1083,10 @@ class EvaluationDone(_message.Message):
     """PROBE: of the parameters of the stage where paths end; else empty."""
     @_builtins.property
     def microbatches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.RowScore]:
+        """Of an array: each row's."""
+
     def __init__(
         self,
         *,
@@ -1081,10 +1097,11 @@ class EvaluationDone(_message.Message):
         num_tokens: _builtins.int = ...,
         phase: _ids_pb2.Phase.ValueType = ...,
         digest: _builtins.str = ...,
+        rows: _abc.Iterable[_ids_pb2.RowScore] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "generation", b"generation", "loss_sum", b"loss_sum", "microbatches", b"microbatches", "num_tokens", b"num_tokens", "phase", b"phase", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "generation", b"generation", "loss_sum", b"loss_sum", "microbatches", b"microbatches", "num_tokens", b"num_tokens", "phase", b"phase", "rows", b"rows", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

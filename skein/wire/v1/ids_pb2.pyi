@@ -148,6 +148,34 @@ DECISION_SKIP: Decision.ValueType  # 2
 """Version and cursor advance, parameters do not: a gradient was not finite."""
 Global___Decision: _TypeAlias = Decision  # noqa: Y015
 
+class _PassKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PassKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PassKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PASS_KIND_UNSPECIFIED: _PassKind.ValueType  # 0
+    """Never sent; refused."""
+    PASS_KIND_FUSED: _PassKind.ValueType  # 1
+    """As one wider model."""
+    PASS_KIND_VMAPPED: _PassKind.ValueType  # 2
+    """By torch.func.vmap."""
+    PASS_KIND_LOOPED: _PassKind.ValueType  # 3
+    """In turn."""
+
+class PassKind(_PassKind, metaclass=_PassKindEnumTypeWrapper):
+    """How the rows of an array go through their models."""
+
+PASS_KIND_UNSPECIFIED: PassKind.ValueType  # 0
+"""Never sent; refused."""
+PASS_KIND_FUSED: PassKind.ValueType  # 1
+"""As one wider model."""
+PASS_KIND_VMAPPED: PassKind.ValueType  # 2
+"""By torch.func.vmap."""
+PASS_KIND_LOOPED: PassKind.ValueType  # 3
+"""In turn."""
+Global___PassKind: _TypeAlias = PassKind  # noqa: Y015
+
 class _OpKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -923,6 +951,7 @@ class StepRecord(_message.Message):
     NUM_LATE_SAMPLES_FIELD_NUMBER: _builtins.int
     BALANCE_LOSS_FIELD_NUMBER: _builtins.int
     DROP_RATIO_FIELD_NUMBER: _builtins.int
+    ARRAY_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     decision: Global___Decision.ValueType
     reason: _builtins.str
@@ -941,6 +970,10 @@ class StepRecord(_message.Message):
     """Share of choices of experts that found theirs full."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupResult]: ...
+    @_builtins.property
+    def array(self) -> Global___ArrayRound:
+        """Of an array: the round that the step was."""
+
     def __init__(
         self,
         *,
@@ -958,21 +991,128 @@ class StepRecord(_message.Message):
         num_late_samples: _builtins.int = ...,
         balance_loss: _builtins.float | None = ...,
         drop_ratio: _builtins.float | None = ...,
+        array: Global___ArrayRound | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_drop_ratio", b"_drop_ratio", "balance_loss", b"balance_loss", "drop_ratio", b"drop_ratio"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_balance_loss", b"_balance_loss", "_drop_ratio", b"_drop_ratio", "array", b"array", "balance_loss", b"balance_loss", "drop_ratio", b"drop_ratio"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_drop_ratio", b"_drop_ratio", "balance_loss", b"balance_loss", "clip", b"clip", "decision", b"decision", "drop_ratio", b"drop_ratio", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "num_late_samples", b"num_late_samples", "num_tokens", b"num_tokens", "reason", b"reason", "results", b"results", "samples_after", b"samples_after", "step", b"step", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_balance_loss", b"_balance_loss", "_drop_ratio", b"_drop_ratio", "array", b"array", "balance_loss", b"balance_loss", "clip", b"clip", "decision", b"decision", "drop_ratio", b"drop_ratio", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "num_late_samples", b"num_late_samples", "num_tokens", b"num_tokens", "reason", b"reason", "results", b"results", "samples_after", b"samples_after", "step", b"step", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__array: _TypeAlias = _typing.Literal["array"]  # noqa: Y015
+    _WhichOneofArgType__array: _TypeAlias = _typing.Literal["_array", b"_array"]  # noqa: Y015
     _WhichOneofReturnType__balance_loss: _TypeAlias = _typing.Literal["balance_loss"]  # noqa: Y015
     _WhichOneofArgType__balance_loss: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss"]  # noqa: Y015
     _WhichOneofReturnType__drop_ratio: _TypeAlias = _typing.Literal["drop_ratio"]  # noqa: Y015
     _WhichOneofArgType__drop_ratio: _TypeAlias = _typing.Literal["_drop_ratio", b"_drop_ratio"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__array) -> _WhichOneofReturnType__array | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__balance_loss) -> _WhichOneofReturnType__balance_loss | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__drop_ratio) -> _WhichOneofReturnType__drop_ratio | None: ...
 
 Global___StepRecord: _TypeAlias = StepRecord  # noqa: Y015
+
+@_typing.final
+class RowNumbers(_message.Message):
+    """Numbers of one row of an array, in the local steps of a round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOSS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    GRADIENT_NORM_FIELD_NUMBER: _builtins.int
+    CLIP_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    NUM_UPDATES_FIELD_NUMBER: _builtins.int
+    NUM_REWINDS_FIELD_NUMBER: _builtins.int
+    RETIRED_FIELD_NUMBER: _builtins.int
+    loss: _builtins.float
+    """Mean over its valid tokens, nats."""
+    num_tokens: _builtins.int
+    gradient_norm: _builtins.float
+    """Of the last local step, as are clip and rate."""
+    clip: _builtins.float
+    learning_rate: _builtins.float
+    num_updates: _builtins.int
+    """All that its parameters have seen."""
+    num_rewinds: _builtins.int
+    retired: _builtins.str
+    """Why it makes no more steps; empty: it does."""
+    def __init__(
+        self,
+        *,
+        loss: _builtins.float = ...,
+        num_tokens: _builtins.int = ...,
+        gradient_norm: _builtins.float = ...,
+        clip: _builtins.float = ...,
+        learning_rate: _builtins.float = ...,
+        num_updates: _builtins.int = ...,
+        num_rewinds: _builtins.int = ...,
+        retired: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "num_rewinds", b"num_rewinds", "num_tokens", b"num_tokens", "num_updates", b"num_updates", "retired", b"retired"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowNumbers: _TypeAlias = RowNumbers  # noqa: Y015
+
+@_typing.final
+class ArrayRound(_message.Message):
+    """Local steps of the rows of an array."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    NUM_LOCAL_STEPS_FIELD_NUMBER: _builtins.int
+    PASS_KIND_FIELD_NUMBER: _builtins.int
+    SPEEDUP_FIELD_NUMBER: _builtins.int
+    num_local_steps: _builtins.int
+    pass_kind: Global___PassKind.ValueType
+    speedup: _builtins.float
+    """Of the best other pass over the loop, as measured."""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowNumbers]: ...
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___RowNumbers] | None = ...,
+        num_local_steps: _builtins.int = ...,
+        pass_kind: Global___PassKind.ValueType = ...,
+        speedup: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_local_steps", b"num_local_steps", "pass_kind", b"pass_kind", "rows", b"rows", "speedup", b"speedup"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ArrayRound: _TypeAlias = ArrayRound  # noqa: Y015
+
+@_typing.final
+class RowScore(_message.Message):
+    """Loss of one row of an array on validation data."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOSS_SUM_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    loss_sum: _builtins.float
+    num_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        loss_sum: _builtins.float = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_sum", b"loss_sum", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowScore: _TypeAlias = RowScore  # noqa: Y015
 
 @_typing.final
 class CheckpointFile(_message.Message):

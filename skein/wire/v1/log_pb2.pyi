@@ -501,11 +501,16 @@ class Evaluated(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     version: _builtins.int
     loss: _builtins.float
     num_tokens: _builtins.int
     wall_s: _builtins.float
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.RowScore]:
+        """Of an array."""
+
     def __init__(
         self,
         *,
@@ -514,10 +519,11 @@ class Evaluated(_message.Message):
         loss: _builtins.float = ...,
         num_tokens: _builtins.int = ...,
         wall_s: _builtins.float = ...,
+        rows: _abc.Iterable[_ids_pb2.RowScore] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "loss", b"loss", "num_tokens", b"num_tokens", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "loss", b"loss", "num_tokens", b"num_tokens", "rows", b"rows", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from bench.sweeping.trials import CNN, DECODER, MLP, OPTIMIZERS, Case, settings_of, together
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
+from skein.protocol.messages.array_rounds import PassKind
 from skein.types import Precision
 from worker.model.base import IGNORED_LABEL
 from worker.sweep.array import RowArray, RowSettings, RowStep
-from worker.sweep.passes import PassKind
 
 CASES = {"mlp": MLP, "cnn": CNN, "decoder": DECODER}
 NUM_ROWS = 4

@@ -9,13 +9,13 @@ import torch
 from bench.sweeping.trials import MLP, settings_of, together
 from skein.config.optimizer import AdamWSpec
 from skein.numeric.rows import RowBuffer
+from skein.protocol.messages.array_rounds import PassKind
 from skein.types import Precision
 from tests.worker.model.builders import MODELS, samples, whole
 from tests.worker.sweep.test_passes import rows_of
 from worker.model.base import Stage
 from worker.sweep.array import RowArray
 from worker.sweep.choosing import choose_pass
-from worker.sweep.passes import PassKind
 
 
 def clock(loop_s: float, other_s: float) -> Callable[[], float]:

@@ -7,11 +7,12 @@ from torch import Tensor
 from skein.model.families.mlp import MlpModel
 from skein.numeric.rows import RowBuffer
 from skein.numeric.walker import Walker
+from skein.protocol.messages.array_rounds import PassKind
 from skein.types import Precision
 from tests.worker.model.builders import MODELS, samples, whole
 from worker.model.base import IGNORED_LABEL, Stage
 from worker.sweep.fused import fused_forward, strangers
-from worker.sweep.passes import PassKind, make_pass
+from worker.sweep.passes import make_pass
 
 SPARSE = ("mixtral", "qwen3 moe")
 FUSED = [name for name in MODELS if name not in SPARSE]

@@ -4,6 +4,7 @@ from skein.numeric.sums import exact_sum
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.records import Evaluated
+from skein.protocol.messages.array_rounds import added_scores
 from skein.protocol.messages.directives import Evaluate
 from skein.protocol.messages.reports import EvaluationDone
 from skein.types import WorkerId
@@ -56,7 +57,10 @@ class Evaluation(RunPart):
             return False
         num_tokens = sum(r.num_tokens for r in reports)
         loss = exact_sum(r.loss_sum for r in reports) / max(1, num_tokens)
-        self._out.record(Evaluated(job=job, version=version, loss=loss, num_tokens=num_tokens, wall_s=now))
+        rows = added_scores(r.rows for r in reports)
+        self._out.record(
+            Evaluated(job=job, version=version, loss=loss, num_tokens=num_tokens, wall_s=now, rows=rows)
+        )
         self._log(f"step={version} validation_loss={loss:.4f}")
         return True
 

@@ -20,6 +20,10 @@ def implausible(worker: WorkerId, report: Report, spec: JobSpec | None) -> str |
                 return f"LinksMeasured: a link {link.sender} -> {link.receiver} of others: tell of your own"
         case StageDone() if report.ledger.worker != worker:
             return f"StageDone.ledger: {report.ledger.worker}'s: tell of your own"
+        case StageDone() if report.array is not None:
+            return "StageDone.array: the job is none: tell of its steps"
+        case EvaluationDone() if report.rows:
+            return "EvaluationDone.rows: the job is no array: tell of all together"
         case StageDone() if spec is not None:
             return _too_many("StageDone.tokens", max(report.tokens, default=0), most_tokens(spec))
         case EvaluationDone() if spec is not None and report.microbatches:
