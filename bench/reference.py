@@ -76,7 +76,7 @@ class PlainExperts:
         for expert, taken in enumerate(_taken(sizes, choices_NK.tolist(), weights_NK.tolist())):
             self._num_choices += int(counts_E[expert])
             self._num_dropped += int(counts_E[expert]) - len(taken)
-            gate, up, down = layer.experts[expert].parameters()
+            gate, up, down = layer.experts[str(expert)].parameters()
             tokens, choices = torch.tensor(taken, dtype=torch.long).view(-1, 2).unbind(-1)
             given_RD = x_ND[tokens]
             made_RD = (functional.silu(given_RD @ gate.t()) * (given_RD @ up.t())) @ down.t()

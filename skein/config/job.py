@@ -67,19 +67,24 @@ class TensorSpec(Spec):
     def check(self, model: AnyModel) -> None:
         """
         Raises:
-            UserError: the model's blocks do not divide into so many shares.
+            UserError: the model's blocks do not divide into so many shares, or its experts shall and cannot.
         """
         divisor = model.tensor_divisor
+        if model.is_spread and 1 in (divisor, self.size):
+            hint = f"{model.divided_words} do not divide: give stage"
+            if divisor != 1:
+                hint = "parallel.tensor.size: 1 leaves all on one device: give stage, or a larger size"
+            raise UserError("model.placement", "mesh", hint)
         if self.size == "auto" or divisor % self.size == 0:
             return
         hint = f"blocks of family {model.family} as given are computed on one device: give 1, or auto"
+        if model.has_experts:
+            hint += ", or model.placement: mesh"
         if divisor > 1:
             sizes = ", ".join(
                 map(str, (n for n in range(1, min(divisor, _MOST_DEVICES) + 1) if divisor % n == 0))
             )
-            hint = (
-                f"heads, key-value heads and the inner width divide into {sizes}: give one of these, or auto"
-            )
+            hint = f"{model.divided_words} divide into {sizes}: give one of these, or auto"
         raise UserError("parallel.tensor.size", self.size, hint)
 
     def size_on(self, num_devices: int, model: AnyModel) -> int:

@@ -47,6 +47,8 @@ class DecoderModel(AnyModel):
     dialect: ClassVar[Dialect]
     presets: ClassVar[Mapping[str, DecoderShape]] = {}
     """Shapes by name, smallest first."""
+    divided: ClassVar[tuple[str, ...]] = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    """Sizes of its shape of which each device that shares blocks has an equal part."""
 
     preset: str | None = None
     shape: DecoderShape | None = None
@@ -83,17 +85,13 @@ class DecoderModel(AnyModel):
             return 0
         shape = decoder_shape(self)
         # Query heads are a multiple of key heads.
-        return math.gcd(shape.num_key_value_heads, shape.intermediate_size) if shape.experts is None else 1
+        return math.gcd(shape.num_key_value_heads, shape.intermediate_size)
 
     def shared(self, size: int) -> Self:
         shape = decoder_shape(self)
         assert self.tensor_divisor % size == 0
-        part = {
-            "num_attention_heads": shape.num_attention_heads // size,
-            "num_key_value_heads": shape.num_key_value_heads // size,
-            "intermediate_size": shape.intermediate_size // size,
-            "head_dim": shape.head_features,
-        }
+        part = {name: getattr(shape, name) // size for name in self.divided}
+        part["head_dim"] = shape.head_features
         made = self.model_copy(update={"preset": None, "shape": shape.model_copy(update=part)})
         return made if size > 1 else self
 

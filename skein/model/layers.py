@@ -88,6 +88,8 @@ class AnyModel(Spec):
     """Whether it has matrices over a vocabulary, which can be cut into rows."""
     has_experts: ClassVar[bool] = False
     """Whether routers in it weigh what goes through them by the valid tokens of a microbatch."""
+    divided_words: ClassVar[str] = "heads, key-value heads and the inner width"
+    """Sizes that bound how many devices can share a block, in words."""
 
     _split: VocabularySplit = PrivateAttr(default=VocabularySplit.OFF)
 
@@ -115,6 +117,16 @@ class AnyModel(Spec):
     def tensor_divisor(self) -> int:
         """So many devices, or a divisor of that, can share every block; 0: not known yet, 1: it is not shared."""
         return 1
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the experts of a block shall be on several devices of a worker."""
+        return False
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of each block, of which each device that shares blocks has some whole; 0: it has none."""
+        return 0
 
     def shared(self, size: int) -> Self:
         """Model whose blocks are the share that one of `size` devices has of each; all else is whole."""

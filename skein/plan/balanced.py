@@ -81,6 +81,10 @@ def make_balanced_plan(
     """
     if not fleet.workers:
         return Infeasible(reason="no worker is alive")
+    # A mesh that came back with one device goes on; it is a job's beginning that must not be what nobody meant.
+    if previous is None and job.model.is_spread and all(x.profile.num_devices == 1 for x in fleet.workers):
+        hint = "no worker has several devices: start one with --devices, or give stage"
+        return Infeasible(reason=str(UserError("model.placement", "mesh", hint)))
     if not is_settled(job):
         plans = [(x, make_balanced_plan(x, fleet, previous, seed)) for x in settlings(job, previous)]
         _, best = min(plans, key=lambda x: weighed_s(x[0], x[1]) if isinstance(x[1], Plan) else math.inf)

@@ -23,6 +23,17 @@ class Profile:
     memory_bytes: int
     spread: float = 0.0
 
+    @property
+    def num_devices(self) -> int:
+        """Devices that the worker has: those of a mesh, as `worker.mesh` names them, or one.
+
+        >>> [Profile(device=x, device_name="", flops_per_s=1, memory_bytes=1).num_devices for x in ("cpu:2", "cuda:3")]
+        [2, 1]
+        """
+        kind, _, number = self.device.partition(":")
+        is_counted = kind == "cpu" and number.isdecimal()
+        return int(number) if is_counted else self.device.count(",") + 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetWorker:

@@ -263,13 +263,38 @@ _ONE = "are computed on one device: give 1, or auto"
 
 
 @pytest.mark.parametrize(
+    ("model", "parallel", "mistake"),
+    [
+        ("preset: mixtral-1m", "{}", ""),
+        ("shape: {num_key_value_heads: 1}", "{}", "heads and key-value heads, with an expert for each"),
+        ("shape: {num_local_experts: 1, num_experts_per_tok: 1}", "{}", "do not divide: give stage"),
+        (
+            "preset: mixtral-1m",
+            "{tensor: {size: 1}}",
+            "leaves all on one device: give stage, or a larger size",
+        ),
+    ],
+)
+def test_experts_go_over_a_mesh_where_they_divide(model: str, parallel: str, mistake: str) -> None:
+    given = f"model: {{family: mixtral, placement: mesh, {model}}}"
+    text = f"{re.sub('model:.*', given, GOOD)}\nparallel: {parallel}"
+    if mistake:
+        (told,) = mistakes(text)
+        assert told.startswith("model.placement: 'mesh': ")
+        assert mistake in told
+    else:
+        parse_job(text, origin="job.yaml")
+
+
+@pytest.mark.parametrize(
     ("model", "size", "mistake"),
     [
         ("{family: llama, shape: {num_key_value_heads: 2, intermediate_size: 704}}", "2", ""),
         ("{family: llama, shape: {num_key_value_heads: 2, intermediate_size: 704}}", "auto", ""),
         ("{family: llama, shape: {num_key_value_heads: 2, intermediate_size: 704}}", "4", _HEADS),
         ("{family: llama, shape: {num_key_value_heads: 1, intermediate_size: 704}}", "2", _ONE),
-        ("{family: mixtral, preset: mixtral-1m}", "2", _ONE),
+        ("{family: mixtral, preset: mixtral-1m}", "2", f"{_ONE}, or model.placement: mesh"),
+        ("{family: mixtral, preset: mixtral-1m, placement: mesh}", "2", ""),
         ("{family: mixtral, preset: mixtral-1m}", "1", ""),
     ],
 )

@@ -8,12 +8,17 @@ import pytest
 
 from bench.cluster import ROOTS, START_S, Cluster
 from bench.reference import run_reference
+from skein.config.data.sources import TextSource
+from skein.config.data.spec import DataSpec
 from skein.config.job import ParallelSpec
+from skein.model.families.mixtral import MixtralModel, MixtralShape
+from skein.model.sparse.experts import ExpertPlacement
+from skein.model.sparse.routing import RoutingSpec
 from skein.types import JobState, Layout, Precision
 from skein.wire.views import StepFinished, WentBack
 from tests.e2e import test_parity
 from tests.e2e.jobs import NUM_STEPS, losses_of, text_job, wait_for_step
-from tests.e2e.test_parity import TOLERANCES, check, cut_job, train
+from tests.e2e.test_parity import SIZES, TOLERANCES, check, cut_job, make_job, train
 
 MESHES, SINGLES = ("m0", "m1"), ("s0", "s1")
 
@@ -63,6 +68,18 @@ def test_a_mesh_and_a_single_device_train_like_one_torch_process(
     job = cut_job(text, Precision.FP64, parallel, is_tied=is_tied)
     check(train(meshes, job), run_reference(job, test_parity.NUM_STEPS), TOLERANCES[Precision.FP64])
     assert all(len(meshes.device_processes(name)) == 2 for name in meshes.workers if name in MESHES)
+
+
+def test_experts_over_a_mesh_beside_a_single_device_train_like_one_torch_process(
+    meshes: MeshCluster, text: Path
+) -> None:
+    meshes.gather((MESHES[0], SINGLES[0]))
+    shape = MixtralShape.model_validate(SIZES | {"num_local_experts": 5})
+    routing = RoutingSpec(balance_coefficient=0.1, capacity=1.0)
+    model = MixtralModel(shape=shape, routing=routing, placement=ExpertPlacement.MESH)
+    data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
+    job = make_job("experts-over-a-mesh", model, data, ParallelSpec(stages=2), Precision.FP64)
+    check(train(meshes, job), run_reference(job, test_parity.NUM_STEPS), TOLERANCES[Precision.FP64])
 
 
 def test_a_device_process_that_dies_costs_no_step_and_its_worker_comes_back_smaller(

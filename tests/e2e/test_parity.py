@@ -50,7 +50,7 @@ def eight(shared: SharedCluster) -> SharedCluster:
     return shared
 
 
-_SIZES: dict[str, object] = {
+SIZES: dict[str, object] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
@@ -63,7 +63,7 @@ _SIZES: dict[str, object] = {
 
 def llama(*, is_tied: bool, num_layers: int = 4) -> LlamaModel:
     changes = {"num_hidden_layers": num_layers, "tie_word_embeddings": is_tied}
-    return LlamaModel(shape=LlamaShape.model_validate(_SIZES | changes))
+    return LlamaModel(shape=LlamaShape.model_validate(SIZES | changes))
 
 
 def make_job(
@@ -146,11 +146,11 @@ def test_a_cut_trains_like_one_torch_process(
 SPARSE: list[tuple[ModelSpec, int, int, Layout, Literal["whole", "split"]]] = [
     (model, stages, replicas, layout, backward)
     for model in (
-        MixtralModel(shape=MixtralShape.model_validate(_SIZES | {"num_local_experts": 4})),
+        MixtralModel(shape=MixtralShape.model_validate(SIZES | {"num_local_experts": 4})),
         Qwen3MoeModel(
             routing=RoutingSpec(balance_coefficient=0.1, capacity=1.0, drop=DropOrder.PROBS),
             shape=Qwen3MoeShape.model_validate(
-                _SIZES | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+                SIZES | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
             ),
         ),
     )

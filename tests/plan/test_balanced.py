@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from skein.config.aggregation import AllReduce
 from skein.config.job import JobSpec, SkipSpec
 from skein.config.rule import PatternName
+from skein.model.families.mixtral import MixtralModel
+from skein.model.sparse.experts import ExpertPlacement
 from skein.plan.agreeing.exchange import Direct, Pattern, Ring, Tree
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.check import violations
@@ -234,6 +237,23 @@ def test_one_fast_worker_takes_all_stages_rather_than_wait_for_a_slow_one() -> N
 
 def test_no_workers_is_infeasible() -> None:
     assert make_balanced_plan(job(), fleet([]), None, 0) == Infeasible(reason="no worker is alive")
+
+
+def test_experts_over_a_mesh_want_one_to_begin_with_and_go_on_without() -> None:
+    spec, single = job(), fleet([1e10, 1e10])
+    spec = spec.model_copy(
+        update={"model": MixtralModel(preset="mixtral-1m", placement=ExpertPlacement.MESH), "name": "sparse"}
+    )
+    refused = make_balanced_plan(spec, single, None, 0)
+    assert isinstance(refused, Infeasible)
+    assert refused.reason == (
+        "model.placement: 'mesh': no worker has several devices: start one with --devices, or give stage"
+    )
+    first, second = single.workers
+    meshed = replace(first, profile=replace(first.profile, device="cpu:2"))
+    plan = make_balanced_plan(spec, replace(single, workers=(meshed, second)), None, 0)
+    assert isinstance(plan, Plan)
+    assert isinstance(make_balanced_plan(spec, single, plan, 0), Plan)
 
 
 def test_a_job_that_was_never_checked_is_infeasible_with_the_field_named() -> None:

@@ -17,10 +17,12 @@ from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
 from skein.model.reduced import reduced_by_group
+from skein.model.sparse.experts import ExpertPlacement
 from skein.model.sparse.routing import RoutingSpec
 from skein.plan.agreeing.exchange import DIRECT, Pattern
 from skein.plan.plan import Group, Path
 from skein.protocol.messages.directives import Decision, GroupResult, Resumption, StepRecord
+from skein.protocol.messages.reports import Balance
 from skein.protocol.messages.tensors import Envelope, Phase, ShardTensor
 from skein.protocol.worker.keeping.desk import Desk
 from skein.protocol.worker.ops import (
@@ -107,7 +109,14 @@ def tiny_job(
 
 
 def sparse_job(
-    text: FilePath, *, stages: int = 4, replicas: int = 1, layout: Layout = Layout.LINE
+    text: FilePath,
+    *,
+    stages: int = 4,
+    replicas: int = 1,
+    layout: Layout = Layout.LINE,
+    num_chosen: int = 3,
+    routing: RoutingSpec | None = None,
+    placement: ExpertPlacement = ExpertPlacement.STAGE,
 ) -> JobSpec:
     """The same with five experts in a block, three for each token, whose balance loss counts."""
     shape = Qwen3MoeShape(
@@ -117,11 +126,12 @@ def sparse_job(
         num_attention_heads=4,
         num_key_value_heads=2,
         num_experts=5,
-        num_experts_per_tok=3,
+        num_experts_per_tok=num_chosen,
         # Drawn as narrowly as usual, routers would hardly tell tokens apart.
         initializer_range=0.2,
     )
-    model = Qwen3MoeModel(shape=shape, routing=RoutingSpec(balance_coefficient=0.5))
+    routing = routing or RoutingSpec(balance_coefficient=0.5)
+    model = Qwen3MoeModel(shape=shape, routing=routing, placement=placement)
     job = tiny_job(text, stages=stages, replicas=replicas, layout=layout)
     return job.model_copy(update={"model": model})
 
@@ -280,6 +290,8 @@ class Lab:
         }
         self.sent: list[tuple[WorkerId, WorkerId, frozenset[str]]] = []
         """Sender, receiver and names of what travelled."""
+        self.balances: list[Balance] = []
+        """What routers told of each microbatch and stage of the step so far."""
 
     def close(self) -> None:
         for bench in self.benches.values():
@@ -311,7 +323,9 @@ class Lab:
         hops, microbatch = path.hops, MicrobatchId(m)
         for hop, (at, following) in enumerate(pairwise(hops)):
             op = ForwardOp(phase=phase, step=step, microbatch=microbatch, hop=hop, path=path)
-            self.run(at.worker, op, [following.worker])
+            told = self.run(at.worker, op, [following.worker])
+            if isinstance(told, Balance):
+                self.balances.append(told)
         last = len(hops) - 1
         back_to = [hops[last - 1].worker] if last else []
         loss = self.run(
@@ -320,6 +334,8 @@ class Lab:
             back_to,
         )
         assert isinstance(loss, Loss)
+        if loss.balance is not None:
+            self.balances.append(loss.balance)
         if phase is Phase.TRAIN:
             for hop in range(last - 1, -1, -1):
                 backward = BackwardOp(step=step, microbatch=microbatch, hop=hop, path=path)
@@ -354,9 +370,12 @@ class Lab:
     def step(self, step: int, *, decision: Decision = Decision.APPLY) -> StepRecord:
         """One step from data to update; what was decided."""
         at = Step(step)
+        self.balances.clear()
         losses = [self.microbatch(at, m, path, Phase.TRAIN) for m, path in enumerate(self.arrangement.paths)]
         joined = {group.group: self.reduce(at, group) for group in self.arrangement.groups}
         record = decide(self.job, at, losses, joined, self.arrangement, decision)
+        if (balance := Balance.sum_of(self.balances)) is not None:
+            record = replace(record, balance_loss=balance.mean, drop_ratio=balance.drop_ratio)
         for worker in self.benches:
             self.run(worker, ApplyOp(record=record))
         return record

@@ -1,7 +1,7 @@
-"""Cuts of a stage's parameters over the devices of a mesh: by rows, by columns, or not at all.
+"""Cuts of a stage's parameters over the devices of a mesh: by rows, by columns, by experts, or not at all.
 
-Outside of a mesh tensors are whole. Each device has its part of a matrix, and a copy of what is not cut; the sums of
-gradients are put together again under the same names.
+Outside of a mesh tensors are whole. Each device has its part of a matrix, some experts whole, and a copy of what is not
+cut; the sums of gradients are put together again under the same names.
 """
 
 import re
@@ -12,20 +12,23 @@ from torch import Tensor
 
 
 class ShareCut(StrEnum):
-    """Part of a parameter that a device has; of `PARTIAL` all, with a part of its gradient only."""
+    """Part of a parameter that a device has; of `PARTIAL` all, with a part of its gradient only.
+
+    Those of `ONE` one device has, and no other knows of.
+    """
 
     ROWS = "rows"
     COLUMNS = "columns"
     SAME = "same"
     PARTIAL = "partial"
+    ONE = "one"
 
     def part(self, whole: Tensor, index: int, size: int) -> Tensor:
         """A view of what the device with this index of `size` has of `whole`."""
         if self.dim is None:
             return whole
-        length = whole.shape[self.dim]
-        start, stop = length * index // size, length * (index + 1) // size
-        return whole.narrow(self.dim, start, stop - start)
+        own = portion_of(whole.shape[self.dim], index, size)
+        return whole.narrow(self.dim, own.start, len(own))
 
     @property
     def dim(self) -> int | None:
@@ -34,7 +37,7 @@ class ShareCut(StrEnum):
 
     @property
     def comes_from_all(self) -> bool:
-        """Whether every device has a part of the gradient; else all have the same."""
+        """Whether what a device has of the gradient is no other's; else all have the same."""
         return self is not ShareCut.SAME
 
     def add(self, whole: Tensor, given: Sequence[Tensor]) -> None:
@@ -50,10 +53,29 @@ _CUTS = {
     r"self_attn\.[qk]_norm\.weight": ShareCut.PARTIAL,
     r"mlp\.(gate|up)_proj\.weight": ShareCut.ROWS,
     r"mlp\.down_proj\.weight": ShareCut.COLUMNS,
+    # Each device goes back for its own tokens only.
+    r"\w+\.gate\.weight": ShareCut.PARTIAL,
+    r"\w+\.experts\..+": ShareCut.ONE,
 }
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Whole matrices over a vocabulary. Blocks of rows, which are layers, are not cut once more."""
 _IN_BLOCK = re.compile(r"model\.layers\.\d+\.(.+)")
+_EXPERT = re.compile(r"model\.layers\.\d+\.\w+\.experts\.(\d+)\..+")
+
+
+def portion_of(num: int, index: int, size: int) -> range:
+    """Part that the device with this index has of `num` things in a row; parts differ by one at most."""
+    return range(num * index // size, num * (index + 1) // size)
+
+
+def is_held(name: str, index: int, size: int, num_experts: int) -> bool:
+    """Whether the device with this index has any of the parameter of this name.
+
+    >>> [is_held("model.layers.0.mlp.experts.2.up_proj.weight", index, 2, 5) for index in range(2)]
+    [False, True]
+    """
+    found = _EXPERT.fullmatch(name)
+    return found is None or size == 1 or int(found[1]) in portion_of(num_experts, index, size)
 
 
 def cut_of(name: str, size: int) -> ShareCut:

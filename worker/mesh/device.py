@@ -78,15 +78,20 @@ class DeviceShare:
         self._device = device
         self._group: DeviceGroup | None = None
         self._num_sums = 0
+        self._num_exchanges = 0
         self._kept = _Kept()
 
     def carry_out(self, asked: Asked | DeviceAnswer, tensors: Mapping[str, Tensor]) -> Answered:
         """Do what is asked; the answer, and tensors with it."""
-        before = self._num_sums
+        sums_before, exchanges_before = self._num_sums, self._num_exchanges
         answer, given = self._do(asked, tensors)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return answer.model_copy(update={"num_sums": self._num_sums - before}), given
+        counts = {
+            "num_sums": self._num_sums - sums_before,
+            "num_exchanges": self._num_exchanges - exchanges_before,
+        }
+        return answer.model_copy(update=counts), given
 
     def _do(self, asked: Asked | DeviceAnswer, tensors: Mapping[str, Tensor]) -> Answered:
         match asked:
@@ -135,7 +140,8 @@ class DeviceShare:
         job = read_spec(asked.job)
         share = WHOLE
         if self._group is not None:
-            share = Share(self._group, parameter_dtype(job.precision), self._count)
+            dtype = parameter_dtype(job.precision)
+            share = Share(self._group, dtype, self._count_sum, self._count_exchange)
         stage = empty_stage(
             job.model.shared(share.size),
             asked.spec,
@@ -149,8 +155,11 @@ class DeviceShare:
         self._kept.stages[asked.chunk] = stage
         self._kept.sizes[asked.chunk] = share.size
 
-    def _count(self) -> None:
+    def _count_sum(self) -> None:
         self._num_sums += 1
+
+    def _count_exchange(self) -> None:
+        self._num_exchanges += 1
 
     @torch.no_grad()
     def _load(self, asked: LoadAsk, tensors: Mapping[str, Tensor]) -> None:

@@ -132,10 +132,11 @@ class DeviceSpeed(Spec):
 
 
 class DeviceAnswer(Spec):
-    """An ask is carried out; it took `num_sums` sums over devices."""
+    """An ask is carried out; it took `num_sums` sums over devices, and `num_exchanges` from each to each."""
 
     kind: Literal["answer"] = "answer"
     num_sums: int = 0
+    num_exchanges: int = 0
     num_tokens: int = 0
     """Valid labels of a visit that scores."""
     balance_losses: tuple[float, ...] = ()

@@ -6,10 +6,11 @@ Rules of this file
 - What they connect by is bound to loopback, or is the GPUs' own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -26,8 +27,33 @@ class SumBrokenError(LocalError):
     """Another device's process is gone, and with it a sum that is under way."""
 
 
+class _Work(Protocol):
+    """A collective that torch has begun."""
+
+    def wait(self) -> bool: ...
+
+
+class ArrivingRows:
+    """Rows on their way to this device, and those that it sends, which must not change meanwhile."""
+
+    def __init__(self, work: _Work, arriving: Tensor, sent: Tensor) -> None:
+        self._work = work
+        self._arriving = arriving
+        self._sent = sent
+
+    def wait(self) -> Tensor:
+        """The rows, once all are here.
+
+        Raises:
+            SumBrokenError: a device is gone.
+        """
+        with _broken("an exchange"):
+            self._work.wait()
+        return self._arriving
+
+
 class DeviceGroup:
-    """Devices that sum tensors; all ask for the same sums in the same order."""
+    """Devices that sum, gather and exchange tensors; all ask for the same in the same order."""
 
     def __init__(self, backend: Backend, index: int, size: int) -> None:
         self._backend = backend
@@ -49,10 +75,44 @@ class DeviceGroup:
         Raises:
             SumBrokenError: a device is gone.
         """
-        try:
+        with _broken("a sum"):
             self._backend.allreduce([tensor]).wait()  # type: ignore[attr-defined]  # told of groups alone
-        except RuntimeError as error:
-            raise SumBrokenError(f"a sum over {self.size} devices broke: {error}") from error
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Contiguous tensors of one shape of all devices, in their order, along the first dim.
+
+        Raises:
+            SumBrokenError: a device is gone.
+        """
+        every = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        with _broken("gathering"):
+            self._backend._allgather_base(every, tensor).wait()  # type: ignore[attr-defined]
+        return every
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> ArrivingRows:
+        """Begin to send so many of the contiguous rows to each device, in order, and to receive so many from each.
+
+        Raises:
+            SumBrokenError: a device is gone.
+        """
+        arriving = rows.new_empty((sum(received), *rows.shape[1:]))
+        with _broken("an exchange"):
+            work = self._backend.alltoall_base(  # type: ignore[attr-defined]  # as above
+                arriving, rows, list(received), list(sent)
+            )
+        return ArrivingRows(work, arriving, rows)
+
+
+@contextmanager
+def _broken(what: str) -> Iterator[None]:
+    """
+    Raises:
+        SumBrokenError: torch has found in the block that a device is gone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise SumBrokenError(f"{what} over the devices broke: {error}") from error
 
 
 def _gloo(store: PrefixStore, index: int, size: int) -> Backend:

@@ -67,7 +67,9 @@ class Mesh:
     ) -> None:
         self.processes = DeviceProcesses(devices)
         self.num_sums = 0
-        """Sums over all devices that were taken so far."""
+        """Sums over all devices that were taken so far, and tensors gathered of all."""
+        self.num_exchanges = 0
+        """Exchanges of rows from each device to each so far."""
         self._least_patience_s = least_patience_s
         self._clock = clock
         self._size = 1
@@ -193,6 +195,7 @@ class Mesh:
             assert isinstance(answer, DeviceAnswer)
             answers.append((answer, given))
         self.num_sums += answers[0][0].num_sums
+        self.num_exchanges += answers[0][0].num_exchanges
         if key is not None:
             self._longest_s[key] = max(usual_s or 0.0, self._clock() - began_s)
         return answers

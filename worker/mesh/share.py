@@ -7,7 +7,7 @@ the vocabulary each device looks up its own rows, which are summed, and scores i
 Source: Shoeybi et al., Megatron-LM, 2019, Section 3, its functions f and g.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -15,9 +15,17 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
+from worker.mesh.cuts import portion_of
+
+
+class Arriving(Protocol):
+    """A tensor that is on its way."""
+
+    def wait(self) -> Tensor: ...
+
 
 class SumGroup(Protocol):
-    """Devices that sum; `worker.mesh.groups.DeviceGroup` is one."""
+    """Devices that sum, gather and exchange; `worker.mesh.groups.DeviceGroup` is one."""
 
     @property
     def index(self) -> int: ...
@@ -27,12 +35,16 @@ class SumGroup(Protocol):
 
     def sum_in_place(self, tensor: Tensor) -> None: ...
 
+    def gather(self, tensor: Tensor) -> Tensor: ...
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Arriving: ...
+
 
 class Share:
     """Part of every block that is computed here: all of it without `group`.
 
     Sums are taken in `dtype`, so that what is narrow on a device is rounded once and not at each device; `on_sum` is
-    told of each.
+    told of each, and of what is gathered, `on_exchange` of what goes from each device to each.
     """
 
     def __init__(
@@ -40,20 +52,26 @@ class Share:
         group: SumGroup | None = None,
         dtype: torch.dtype = torch.float32,
         on_sum: Callable[[], None] = lambda: None,
+        on_exchange: Callable[[], None] = lambda: None,
     ) -> None:
         self._group = group
         self._dtype = dtype
         self._on_sum = on_sum
+        self._on_exchange = on_exchange
 
     @property
     def size(self) -> int:
         """Devices that share each block."""
         return 1 if self._group is None else self._group.size
 
+    @property
+    def index(self) -> int:
+        """Place of this device among them."""
+        return 0 if self._group is None else self._group.index
+
     def rows(self, num_rows: int) -> range:
         """Rows that this device has of a matrix over the vocabulary; shares may differ by one."""
-        index, size = (0, 1) if self._group is None else (self._group.index, self._group.size)
-        return range(num_rows * index // size, num_rows * (index + 1) // size)
+        return portion_of(num_rows, self.index, self.size)
 
     def gathered(self, x: Tensor) -> Tensor:
         """The tensors of all devices, in their order, along a new first dim; each has the gradient of its own."""
@@ -70,6 +88,18 @@ class Share:
     def leave(self, y: Tensor) -> Tensor:
         """The sum of what all devices give; each has the gradient of it."""
         return y if self._group is None else _leave(y, self)
+
+    def rows_of_all(self, own: Tensor) -> Tensor:
+        """Rows of all devices one after the other, as they are; each gives equally many."""
+        assert self._group is not None
+        self._on_sum()
+        return self._group.gather(own.contiguous())
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Arriving:
+        """Rows from all devices, in their order, once they have come: `received` of each, for so many `sent` to it."""
+        assert self._group is not None
+        self._on_exchange()
+        return self._group.exchange(rows, sent, received)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all devices, in a new tensor of the dtype of sums."""

@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx
 
 from skein.config.job import JobSpec
 from worker.compute.payload import DIFFERENTIABLE, GRADIENTS, crossed, crossing
-from worker.mesh.cuts import cut_of
+from worker.mesh.cuts import cut_of, is_held
 from worker.mesh.device import LOSS
 from worker.mesh.frames import AddUpAsk, LoadAsk, ReturnAsk, StageAsk, SumsAsk, VisitAsk
 from worker.mesh.mesh import Mesh
@@ -203,8 +203,11 @@ class MeshStage:
             )
 
     def _part(self, whole: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+        num_experts = self._job.model.num_experts
         return {
-            name: cut_of(name, self.size).part(tensor, index, self.size) for name, tensor in whole.items()
+            name: cut_of(name, self.size).part(tensor, index, self.size)
+            for name, tensor in whole.items()
+            if is_held(name, index, self.size, num_experts)
         }
 
 

@@ -125,15 +125,16 @@ class Block(nn.Module):
         if experts is None:
             feed = Mlp(shape, dtype, tray)
         else:
-            feed = SparseMlp(experts, precision, tray, junction)
+            feed = SparseMlp(experts, precision, tray, junction, share)
         self.add_module(self._fed, feed)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         share = self._share
         attended = self.self_attn(share.enter(self.input_layernorm(x_BTD)), cos, sin)
         x_BTD = x_BTD + share.leave(attended)
-        fed = self.get_submodule(self._fed)(share.enter(self.post_attention_layernorm(x_BTD)))
-        y: Tensor = x_BTD + share.leave(fed)
+        feed, normed = self.get_submodule(self._fed), self.post_attention_layernorm(x_BTD)
+        fed = feed(normed) if isinstance(feed, SparseMlp) else share.leave(feed(share.enter(normed)))
+        y: Tensor = x_BTD + fed
         return y
 
 

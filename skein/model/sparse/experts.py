@@ -5,6 +5,7 @@ Figures are those of `skein.model.decoder`: parameters of all experts, arithmeti
 
 import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from skein.errors import UserError
 from skein.model.sparse.routing import RoutingSpec
@@ -12,6 +13,13 @@ from skein.types import Precision
 
 INDEX_BYTES = 8
 """Places and numbers of experts are int64."""
+
+
+class ExpertPlacement(StrEnum):
+    """Devices of a worker that a block's experts are on: one, or all of a mesh, in parts."""
+
+    STAGE = "stage"
+    MESH = "mesh"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from skein.errors import UserError
 from skein.model.decoder import DecoderModel, decoder_shape
-from skein.model.sparse.experts import Experts
+from skein.model.sparse.experts import ExpertPlacement, Experts
 from skein.model.sparse.routing import RoutingSpec
 
 
@@ -14,14 +14,37 @@ class SparseModel(DecoderModel):
     """A language model whose blocks have experts: `routing` says how each token is sent to some of them."""
 
     has_experts: ClassVar[bool] = True
+    divided: ClassVar[tuple[str, ...]] = ("num_attention_heads", "num_key_value_heads")
+    divided_words: ClassVar[str] = "heads and key-value heads, with an expert for each device at least,"
 
     routing: RoutingSpec = RoutingSpec()
+    placement: ExpertPlacement = ExpertPlacement.STAGE
+    """Experts of workers with several devices: `mesh` has them, and the tokens of a microbatch, in parts over the
+    devices, and attention by heads; `stage` computes all of a block on one. Give `mesh` where experts are large."""
 
     @property
     def experts(self) -> Experts:
         experts = decoder_shape(self).experts
         assert experts is not None, "a sparse family without experts"
         return replace(experts, routing=self.routing)
+
+    @property
+    def tensor_divisor(self) -> int:
+        if self.shape is None and self.preset is None:
+            return 0
+        if not self.is_spread:
+            return 1
+        num_heads = decoder_shape(self).num_key_value_heads
+        most = min(num_heads, self.experts.num_experts)
+        return max(size for size in range(1, most + 1) if num_heads % size == 0)
+
+    @property
+    def is_spread(self) -> bool:
+        return self.placement is ExpertPlacement.MESH
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts.num_experts
 
     def check_microbatch(self, num_samples: int, sequence_tokens: int) -> None:
         num_tokens, capacity = num_samples * sequence_tokens, self.routing.capacity

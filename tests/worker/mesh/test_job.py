@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from skein.config.job import JobSpec
+from skein.model.sparse.experts import ExpertPlacement
+from skein.model.sparse.routing import RoutingSpec
 from skein.types import Layout
 from tests.worker.lab import Lab, sparse_job, tiny_job
 from worker.mesh.mesh import Mesh
@@ -18,6 +20,9 @@ def two() -> Iterator[Mesh]:
     mesh = Mesh(["cpu"] * 2)
     yield mesh
     mesh.close()
+
+
+NUM_SPARSE_STEPS = 12
 
 
 def curve(lab: Lab) -> list[float]:
@@ -65,3 +70,27 @@ def test_experts_on_a_device_of_a_mesh_are_balanced_as_without(
     wanted, found = [curve(lab) for lab in labs]
     assert two.num_sums == before, "experts are on one device"
     assert found == pytest.approx(wanted, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("stages", "num_chosen", "capacity"),
+    [(1, 2, None), (2, 2, 1.0), (4, 1, 1.0)],
+    ids=["alone, dropless", "of two workers, top 2", "of four, top 1"],
+)
+def test_experts_in_parts_over_a_mesh_train_like_those_of_one_device(
+    two: Mesh, labs: list[Lab], text: Path, stages: int, num_chosen: int, capacity: float | None
+) -> None:
+    routing = RoutingSpec(balance_coefficient=0.1, capacity=capacity)
+    job = sparse_job(
+        text, stages=stages, num_chosen=num_chosen, routing=routing, placement=ExpertPlacement.MESH
+    )
+    labs += [Lab(job), Lab(job, meshes={"w00": two})]
+    before = two.num_exchanges
+    wanted, found = ([lab.step(step) for step in range(NUM_SPARSE_STEPS)] for lab in labs)
+    assert two.num_exchanges > before
+    for one, other in zip(wanted, found, strict=True):
+        # Float64 sums in another order, over twelve steps.
+        assert (other.loss, other.gradient_norm) == pytest.approx((one.loss, one.gradient_norm), rel=1e-9)
+        assert other.balance_loss == pytest.approx(one.balance_loss, rel=1e-9)
+        assert other.drop_ratio == one.drop_ratio
+    assert (wanted[-1].drop_ratio or 0) > 0 or capacity is None

@@ -56,7 +56,7 @@ def plain(module: SparseMlp, x_BTD: Tensor) -> Tensor:
             weights = weights / weights.sum()
         parts = []
         for weight, expert in zip(weights, chosen.tolist(), strict=True):
-            gate, up, down = module.experts[expert].parameters()
+            gate, up, down = module.experts[str(expert)].parameters()
             parts.append(weight * (down @ (functional.silu(gate @ x) * (up @ x))))
         given.append(torch.stack(parts).sum(0))
     return torch.stack(given).view(x_BTD.shape)
@@ -220,7 +220,7 @@ def test_torchs_grouped_products_give_what_products_expert_by_expert_give() -> N
     # Rows of 20 inner features are not aligned, so the same numbers, padded with zeros, take the other way.
     narrow = sparse(replace(EXPERTS, num_inner=20), Precision.BF16)
     with torch.no_grad():
-        for wide, own in zip(grouped.experts, narrow.experts, strict=True):
+        for wide, own in zip(grouped.experts.values(), narrow.experts.values(), strict=True):
             for matrix, part in zip(wide.parameters(), own.parameters(), strict=True):
                 matrix.zero_()
                 matrix[: part.shape[0], : part.shape[1]] = part

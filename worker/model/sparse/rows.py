@@ -60,15 +60,14 @@ class ExpertRows:
         """Rows with one of zeros after the last if any choice is dropped."""
         return x_RD if len(x_RD) == self.places_NK.numel() else functional.pad(x_RD, (0, 0, 0, 1))
 
-    @property
-    def stops(self) -> tuple[int, ...]:
-        """End of each expert's rows."""
-        return tuple(accumulate(self.num_rows))
 
-    @property
-    def slices(self) -> list[slice]:
-        """Rows of each expert."""
-        return [slice(start, stop) for start, stop in pairwise((0, *self.stops))]
+def slices_of(num_rows: Sequence[int]) -> list[slice]:
+    """Rows of each expert, where those of one follow those of another.
+
+    >>> slices_of((2, 0, 1))
+    [slice(0, 2, None), slice(2, 2, None), slice(2, 3, None)]
+    """
+    return [slice(start, stop) for start, stop in pairwise((0, *accumulate(num_rows)))]
 
 
 class _Context(FunctionCtx):
@@ -128,27 +127,27 @@ class _Grouped(Function):
     def forward(ctx: _Context, x_RD: Tensor, rows: ExpertRows, tray: Tray, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x_RD, *weights)
         ctx.rows, ctx.tray = rows, tray
-        return _products(x_RD, [weight.t() for weight in weights], rows)
+        return products(x_RD, [weight.t() for weight in weights], rows.num_rows)
 
     @staticmethod
     def backward(ctx: _Context, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
         x_RD, *weights = ctx.saved_tensors
         made = [
             ctx.tray.gradient(weight, matrix_gradient, grad_RO[own], x_RD[own])
-            for weight, own in zip(weights, ctx.rows.slices, strict=True)
+            for weight, own in zip(weights, slices_of(ctx.rows.num_rows), strict=True)
         ]
-        return _products(grad_RO, weights, ctx.rows), None, None, *made
+        return products(grad_RO, weights, ctx.rows.num_rows), None, None, *made
 
 
-def _products(x_RD: Tensor, matrices: Sequence[Tensor], rows: ExpertRows) -> Tensor:
-    """Rows of each expert times its matrix (inputs, outputs), in the dtype of the rows."""
+def products(x_RD: Tensor, matrices: Sequence[Tensor], num_rows: Sequence[int]) -> Tensor:
+    """Rows of each expert, so many, times its matrix (inputs, outputs), in the dtype of the rows."""
     num_outputs = matrices[0].shape[1]
     # What is cast is copied anyway: into one tensor, for torch's own grouped product.
     if x_RD.dtype is torch.bfloat16 and x_RD.shape[1] % _ALIGNED == num_outputs % _ALIGNED == 0:
-        stops_E = torch.tensor(rows.stops, dtype=torch.int32, device=x_RD.device)
+        stops_E = torch.tensor(tuple(accumulate(num_rows)), dtype=torch.int32, device=x_RD.device)
         return functional.grouped_mm(x_RD, torch.stack([y.to(x_RD) for y in matrices]), offs=stops_E)
     y_RO = x_RD.new_empty(len(x_RD), num_outputs)
-    for matrix, own in zip(matrices, rows.slices, strict=True):
+    for matrix, own in zip(matrices, slices_of(num_rows), strict=True):
         torch.mm(x_RD[own], matrix.to(x_RD), out=y_RO[own])
     return y_RO
 

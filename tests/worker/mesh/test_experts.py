@@ -1,0 +1,161 @@
+"""Experts in parts over the devices of a mesh, in real processes over gloo, against one device."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from skein.config.job import TensorSpec
+from skein.errors import UserError
+from skein.model.families.mixtral import MixtralModel, MixtralShape
+from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
+from skein.model.sparse.experts import ExpertPlacement
+from skein.model.sparse.model import SparseModel
+from skein.model.sparse.routing import DropOrder, RoutingSpec
+from tests.worker.mesh.test_stage import ROUNDING, assert_same_sums, job_of, sums, zeroed
+from tests.worker.model.builders import NUM_TOKENS, assert_near, part, samples, whole
+from worker.mesh.mesh import Mesh
+from worker.mesh.stage import MeshStage
+from worker.model.base import Crossing, Stage
+from worker.model.pending import add_up
+from worker.model.sparse.junction import RoutedMicrobatch
+
+_SIZES: dict[str, object] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    # Drawn as narrowly as usual, routers would hardly tell tokens apart.
+    "initializer_range": 0.2,
+}
+NUM_VALID = 17
+# Through two blocks and back.
+GRADIENT_ROUNDING = 1e-10
+
+
+def mixtral(
+    num_chosen: int = 2, capacity: float | None = None, drop: DropOrder = DropOrder.CHOICE_MAJOR
+) -> SparseModel:
+    shape = {"intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": num_chosen}
+    return MixtralModel(
+        shape=MixtralShape.model_validate(_SIZES | shape),
+        routing=RoutingSpec(balance_coefficient=0.5, capacity=capacity, drop=drop),
+        placement=ExpertPlacement.MESH,
+    )
+
+
+def qwen() -> SparseModel:
+    shape = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": False}
+    return Qwen3MoeModel(
+        shape=Qwen3MoeShape.model_validate(_SIZES | shape | {"head_dim": 16, "tie_word_embeddings": False}),
+        routing=RoutingSpec(balance_coefficient=0.5),
+        placement=ExpertPlacement.MESH,
+    )
+
+
+MODELS: dict[str, SparseModel] = {
+    "top 2": mixtral(),
+    "qwen": qwen(),
+    "top 1, room for 1": mixtral(num_chosen=1, capacity=1.0),
+    **{f"top 2, room for 1, {order}": mixtral(capacity=1.0, drop=order) for order in DropOrder},
+}
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Mesh]:
+    mesh = Mesh(["cpu"] * 4)
+    yield mesh
+    mesh.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What one pass there and back gives."""
+
+    loss: Tensor
+    microbatch: RoutedMicrobatch
+
+
+def trained(stage: MeshStage | Stage, x: Tensor, labels: Tensor) -> Trained:
+    with stage.junction.visited(NUM_VALID) as microbatch:
+        loss, _ = stage.score(Crossing(x), labels)
+    torch.autograd.backward(loss)
+    return Trained(loss.detach(), microbatch)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_devices_together_route_and_learn_like_one(four: Mesh, name: str, size: int) -> None:
+    model = MODELS[name]
+    alone, shared = zeroed(whole(model)), zeroed(whole(model))
+    stage = MeshStage(four, job_of(model, size), shared)
+    # 5 samples are 60 tokens; 1 sample leaves the last device fewer than others.
+    for num_samples in (5, 1):
+        x, labels = samples(model, num_samples)
+        wanted, found = trained(alone, x, labels), trained(stage, x, labels)
+        assert_near(found.loss, wanted.loss, tolerance=ROUNDING)
+        assert found.microbatch.losses == pytest.approx(wanted.microbatch.losses, rel=ROUNDING)
+        assert found.microbatch.num_choices == wanted.microbatch.num_choices
+        assert found.microbatch.num_dropped == wanted.microbatch.num_dropped
+        assert (wanted.microbatch.num_dropped > 0) == (model.routing.capacity is not None)
+    stage.gather_sums()
+    assert_same_sums(shared, alone)
+
+
+@pytest.mark.parametrize(("size", "num_tokens"), [(2, NUM_TOKENS), (4, NUM_TOKENS), (4, 5)])
+@pytest.mark.parametrize("name", ["top 2", "qwen", "top 2, room for 1, probs"])
+def test_blocks_of_experts_give_what_they_give_on_one_device(
+    four: Mesh, name: str, size: int, num_tokens: int
+) -> None:
+    model = MODELS[name]
+    alone, shared = zeroed(part(model, 1, 3)), zeroed(part(model, 1, 3))
+    stage = MeshStage(four, job_of(model, size), shared)
+    # Of five tokens the last of four devices has none.
+    x = torch.randn(1, num_tokens, 32, dtype=torch.float64)
+    given = [Crossing(x.clone()).followed(is_sample=False) for _ in range(2)]
+    before = four.num_sums, four.num_exchanges
+    with stage.junction.visited(NUM_VALID):
+        found = stage.onward(given[0], None).hidden
+    with alone.junction.visited(NUM_VALID):
+        wanted = alone.onward(given[1], None).hidden
+    assert_near(found.detach(), wanted.detach(), tolerance=ROUNDING)
+    assert (four.num_sums, four.num_exchanges) == (before[0] + 2 * 2, before[1] + 2 * 2)
+    torch.autograd.backward(found, wanted.detach())
+    torch.autograd.backward(wanted, wanted.detach())
+    assert (four.num_sums, four.num_exchanges) == (before[0] + 4 * 2, before[1] + 4 * 2)
+    assert given[1].hidden.grad is not None
+    assert_near(given[0].hidden.grad, given[1].hidden.grad, tolerance=GRADIENT_ROUNDING)
+    stage.gather_sums()
+    expected = sums(alone)
+    for parameter, gradient in sums(shared).items():
+        assert_near(gradient, expected[parameter], tolerance=GRADIENT_ROUNDING, what=parameter)
+
+
+def test_weight_gradients_of_experts_wait_at_their_devices(four: Mesh) -> None:
+    model = MODELS["top 2"]
+    alone, shared = zeroed(part(model, 1, 4)), zeroed(part(model, 1, 4))
+    stage = MeshStage(four, job_of(model, 2), shared)
+    x, (_, labels) = torch.randn(3, NUM_TOKENS, 32, dtype=torch.float64), samples(model)
+    aside = stage.put_aside(stage.score(Crossing(x.clone()).followed(is_sample=False), labels)[:1])
+    torch.autograd.backward(alone.score(Crossing(x.clone()).followed(is_sample=False), labels)[0])
+    stage.gather_sums()
+    assert all(not gradient.any() for gradient in sums(shared).values())
+    add_up(aside)
+    stage.gather_sums()
+    assert_same_sums(shared, alone)
+
+
+def test_a_mesh_uses_as_many_devices_as_heads_and_experts_allow() -> None:
+    few = mixtral().model_copy(
+        update={"shape": MixtralShape.model_validate(_SIZES | {"num_local_experts": 3})}
+    )
+    sizes = [TensorSpec().size_on(n, few) for n in (1, 2, 3, 4)]
+    assert sizes == [1, 2, 2, 2], "four heads, three experts"
+    with pytest.raises(
+        UserError, match="with an expert for each device at least, divide into 1, 2: give one"
+    ):
+        TensorSpec(size=4).check(few)

@@ -1,0 +1,289 @@
+"""Experts in parts over the devices of a mesh: rows go to the devices of their experts, and come back.
+
+Rules of this file
+- Routers run alike on all devices, so each knows from the start how many rows go where.
+- Rows travel in pieces, all on their way at once, so that experts compute while others' rows travel. A piece is a part
+  of each device's own tokens, in their order; it may be empty.
+- An expert has its rows in the order of the tokens, whatever the pieces, so that sums over them come to the same bits.
+
+N tokens of a microbatch, K choices of a token, D hidden features, O inner features, S rows that a device sends, R rows
+that its experts are given, P rows of a piece of these.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional
+
+from worker.mesh.cuts import portion_of
+from worker.mesh.share import Arriving, Share
+from worker.mesh.tokens import TokenShare
+from worker.model.ops import matrix_gradient
+from worker.model.pending import Tray
+from worker.model.sparse.rows import ExpertRows, products, slices_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Rows that travel together.
+
+    Attributes:
+        sent_rows: which of the rows of this device's tokens; None: all.
+        num_sent: of these, for each device.
+        given_P: which of the rows of this device's experts; None: all.
+        order_P: place among these of each row as it arrives.
+        num_received: rows from each device.
+        num_rows: rows of each expert of this device.
+    """
+
+    sent_rows: Tensor | None
+    num_sent: tuple[int, ...]
+    given_P: Tensor | None
+    order_P: Tensor
+    num_received: tuple[int, ...]
+    num_rows: tuple[int, ...]
+
+    def by_expert(self, arrived_PD: Tensor) -> Tensor:
+        """Rows in the order of the experts, as they came from one device after the other."""
+        sorted_PD = torch.empty_like(arrived_PD)
+        sorted_PD[self.order_P] = arrived_PD
+        return sorted_PD
+
+    def by_device(self, sorted_PD: Tensor) -> Tensor:
+        """The reverse."""
+        return sorted_PD[self.order_P]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadRows:
+    """Rows of a microbatch as one device sees them.
+
+    Attributes:
+        own: of its own tokens, to all experts.
+        sent_to_S: device of each of these.
+        sent_tokens_S: token of each, as all devices count tokens.
+        given_tokens_R: token of each row of its experts, by expert and token.
+        experts_R: expert of each, the device's first being 0.
+        num_own_experts: its experts.
+        starts: first token of each device, and the end.
+    """
+
+    own: ExpertRows
+    sent_to_S: Tensor
+    sent_tokens_S: Tensor
+    given_tokens_R: Tensor
+    experts_R: Tensor
+    num_own_experts: int
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, choices_NK: Tensor, kept_NK: Tensor | None, num_experts: int, share: Share) -> Self:
+        """Rows of choices, of those that are kept."""
+        num_tokens, num_chosen = choices_NK.shape
+        tokens, mine = TokenShare(share), share.rows(num_experts)
+        here = tokens.own(num_tokens)
+        own = ExpertRows.of(choices_NK[here], num_experts, None if kept_NK is None else kept_NK[here])
+        experts_C = choices_NK.flatten()
+        is_given_C = (experts_C >= mine.start) & (experts_C < mine.stop)
+        if kept_NK is not None:
+            is_given_C &= kept_NK.flatten()
+        order_C = experts_C.sort(stable=True).indices
+        given_R = order_C[is_given_C[order_C]]
+        stops = torch.tensor([portion_of(num_experts, i, share.size).stop for i in range(share.size)])
+        return cls(
+            own=own,
+            sent_to_S=torch.bucketize(
+                choices_NK[here].flatten()[own.choices_R], stops.to(choices_NK.device), right=True
+            ),
+            sent_tokens_S=own.tokens_R + here.start,
+            given_tokens_R=given_R // num_chosen,
+            experts_R=experts_C[given_R] - mine.start,
+            num_own_experts=len(mine),
+            starts=tokens.starts(num_tokens),
+        )
+
+    def pieces(self, num_pieces: int) -> list[Piece]:
+        """Rows of so many equal parts of each device's tokens."""
+        devices_N, pieces_N = self._parts(num_pieces)
+        pieces_S, pieces_R = pieces_N[self.sent_tokens_S], pieces_N[self.given_tokens_R]
+        sources_R = devices_N[self.given_tokens_R]
+        size = len(self.starts) - 1
+        made = []
+        for piece in range(num_pieces):
+            sent, given = (pieces_S == piece).nonzero().flatten(), (pieces_R == piece).nonzero().flatten()
+            sources_P = sources_R[given]
+            made.append(
+                Piece(
+                    sent_rows=sent if num_pieces > 1 else None,
+                    num_sent=_counts(self.sent_to_S[sent], size),
+                    given_P=given if num_pieces > 1 else None,
+                    order_P=sources_P.sort(stable=True).indices,
+                    num_received=_counts(sources_P, size),
+                    num_rows=_counts(self.experts_R[given], self.num_own_experts),
+                )
+            )
+        return made
+
+    def _parts(self, num_pieces: int) -> tuple[Tensor, Tensor]:
+        """Device and piece of each token."""
+        device = self.experts_R.device
+        tokens_N = torch.arange(self.starts[-1], device=device)
+        starts = torch.tensor(self.starts, device=device)
+        devices_N = torch.bucketize(tokens_N, starts[1:], right=True)
+        sizes = starts.diff()[devices_N]
+        # The piece whose end, (piece + 1) * size // pieces, is the first after the token.
+        pieces_N = ((tokens_N - starts[devices_N] + 1) * num_pieces - 1) // sizes
+        return devices_N, pieces_N
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """In how many pieces rows travel on the way there, and on the way back of gradients."""
+
+    forward: int = 1
+    backward: int = 1
+
+
+def _counts(places: Tensor, num: int) -> tuple[int, ...]:
+    return tuple(torch.bincount(places, minlength=num).tolist())
+
+
+def _part(rows: Tensor, places: Tensor | None) -> Tensor:
+    return rows if places is None else rows[places]
+
+
+class _Collected:
+    """Rows of all experts of a device, whatever the pieces in which they are made."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._whole: Tensor | None = None
+
+    def add(self, piece: Piece, part: Tensor) -> Tensor:
+        """Note these rows of a piece; they are given back."""
+        if piece.given_P is None:
+            self._whole = part
+            return part
+        if self._whole is None:
+            self._whole = part.new_empty((self._num_rows, *part.shape[1:]))
+        self._whole[piece.given_P] = part
+        return part
+
+    @property
+    def whole(self) -> Tensor:
+        """All rows, by expert and token."""
+        assert self._whole is not None
+        return self._whole
+
+
+def _there_and_back(
+    rows_SD: Tensor,
+    pieces: Sequence[Piece],
+    share: Share,
+    compute: Callable[[Piece, Tensor], Tensor],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Rows that experts make of others, as `compute` does on their device; `meanwhile` is called as the last travel."""
+    coming = [
+        share.exchange(_part(rows_SD, piece.sent_rows).contiguous(), piece.num_sent, piece.num_received)
+        for piece in pieces
+    ]
+    going: list[Arriving] = []
+    for piece, arriving in zip(pieces, coming, strict=True):
+        made_PD = compute(piece, piece.by_expert(arriving.wait()))
+        going.append(share.exchange(piece.by_device(made_PD), piece.num_received, piece.num_sent))
+    meanwhile()
+    if pieces[0].sent_rows is None:
+        return going[0].wait()
+    given_SD = torch.empty_like(rows_SD)
+    for piece, arriving in zip(pieces, going, strict=True):
+        given_SD[piece.sent_rows] = arriving.wait()
+    return given_SD
+
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+    rows: SpreadRows
+    num_pieces: int
+    share: Share
+    tray: Tray
+
+
+class _Spread(Function):
+    """Keeps what a device's experts are given, and the products with their gates and ups.
+
+    Weights are gates, ups and downs of the device's experts.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        x_SD: Tensor,
+        rows: SpreadRows,
+        pieces: Pieces,
+        share: Share,
+        tray: Tray,
+        *weights: Tensor,
+    ) -> Tensor:
+        gates, ups, downs = ([x.t() for x in kind] for kind in _kinds(weights))
+        x_RD, gate_RO, up_RO = (_Collected(len(rows.experts_R)) for _ in range(3))
+
+        def compute(piece: Piece, x_PD: Tensor) -> Tensor:
+            x_RD.add(piece, x_PD)
+            gate_PO = gate_RO.add(piece, products(x_PD, gates, piece.num_rows))
+            up_PO = up_RO.add(piece, products(x_PD, ups, piece.num_rows))
+            return products(functional.silu(gate_PO) * up_PO, downs, piece.num_rows)
+
+        y_SD = _there_and_back(x_SD, rows.pieces(pieces.forward), share, compute)
+        ctx.save_for_backward(x_RD.whole, gate_RO.whole, up_RO.whole, *weights)
+        ctx.rows, ctx.num_pieces, ctx.share, ctx.tray = rows, pieces.backward, share, tray
+        return y_SD
+
+    @staticmethod
+    def backward(ctx: _Context, grad_SD: Tensor) -> tuple[Tensor | None, ...]:
+        x_RD, gate_RO, up_RO, *weights = ctx.saved_tensors
+        gates, ups, downs = _kinds(weights)
+        grad_RD, grad_gate_RO, grad_up_RO = (_Collected(len(x_RD)) for _ in range(3))
+        made: list[Tensor | None] = []
+
+        def compute(piece: Piece, grad_PD: Tensor) -> Tensor:
+            grad_RD.add(piece, grad_PD)
+            gate_PO, up_PO = _part(gate_RO, piece.given_P), _part(up_RO, piece.given_P)
+            grad_PO = products(grad_PD, downs, piece.num_rows)
+            grad_gate_PO = torch.ops.aten.silu_backward(grad_PO * up_PO, gate_PO)
+            grad_up_PO = functional.silu(gate_PO).mul_(grad_PO)
+            grad_gate_RO.add(piece, grad_gate_PO)
+            grad_up_RO.add(piece, grad_up_PO)
+            return products(grad_gate_PO, gates, piece.num_rows) + products(grad_up_PO, ups, piece.num_rows)
+
+        def add_weights() -> None:
+            inner_RO = functional.silu(gate_RO).mul_(up_RO)
+            num_rows = _counts(ctx.rows.experts_R, ctx.rows.num_own_experts)
+            factors = (
+                (gates, grad_gate_RO.whole, x_RD),
+                (ups, grad_up_RO.whole, x_RD),
+                (downs, grad_RD.whole, inner_RO),
+            )
+            for kind, grad, x in factors:
+                for weight, own in zip(kind, slices_of(num_rows), strict=True):
+                    made.append(ctx.tray.gradient(weight, matrix_gradient, grad[own], x[own]))
+
+        pieces = ctx.rows.pieces(ctx.num_pieces)
+        grad_x_SD = _there_and_back(grad_SD.contiguous(), pieces, ctx.share, compute, add_weights)
+        return grad_x_SD, None, None, None, None, *made
+
+
+def _kinds(weights: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """Gates, ups and downs."""
+    num = len(weights) // 3
+    return weights[:num], weights[num : 2 * num], weights[2 * num :]
+
+
+# torch leaves `apply` without types.
+spread: Callable[..., Tensor] = _Spread.apply
+"""Results of experts, wherever they are, for rows of the tokens of this device."""
