@@ -111,7 +111,7 @@ class RowBuffer:
 
     def taken(self, rows: Sequence[int]) -> "RowBuffer":
         """Copies of these rows, in this order."""
-        places = torch.tensor(rows, device=self.params.device)
+        places = torch.tensor(rows, dtype=torch.int64, device=self.params.device)
         return RowBuffer(
             layout=self.layout,
             params=self.params[places],
@@ -121,7 +121,7 @@ class RowBuffer:
 
     def put(self, rows: Sequence[int], others: "RowBuffer") -> None:
         """Have these rows be what `others` are, in that order."""
-        places = torch.tensor(rows, device=self.params.device)
+        places = torch.tensor(rows, dtype=torch.int64, device=self.params.device)
         self.params[places] = others.params
         for slot, flat in self.state.items():
             flat[places] = others.state[slot]

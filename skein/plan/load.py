@@ -15,6 +15,9 @@ from skein.types import Layout, StageIndex, StageSpec
 
 _COPIES = 5
 """Copies of each parameter: itself, gradient, reduced gradient (an attempt leaves the gradient alone), two moments."""
+_ROW_COPIES = 11
+"""The same of an array's rows: each with two moments, all that once more in the copy that a round works on and in what
+is voted on, and gradients, twice where one more batch adds to them."""
 _STATE_COPIES = 3
 _SHARED_COPIES = 4
 """Copies that tied stages of one worker have together: each sums gradients of its own (docs/adr/0018)."""
@@ -97,13 +100,14 @@ def span_bytes(job: JobSpec, num_stages: int) -> F64:
 
     As much as the worst of their cuts takes, in a matrix of (num_layers + 1) squared.
     """
-    layers, samples = job.layers, job.batch.microbatch_samples
+    layers, samples = job.layers, _num_rows(job) * job.batch.microbatch_samples
     output_bytes = samples * np.array([0, *(x.output_bytes for x in layers)], np.float64)
-    own_bytes = [_COPIES * job.word_bytes * x.num_parameters + _slot_bytes(job, x) for x in layers]
+    copies = _copies(job)
+    own_bytes = [copies * job.word_bytes * x.num_parameters + _slot_bytes(job, x) for x in layers]
     sums = np.cumsum([0, *own_bytes])
     spans: F64 = sums[None, :] - sums[:, None] + 2.0 * (output_bytes[:, None] + output_bytes[None, :])
     # Both ends are on one worker: in one stage, or in two.
-    num_once = _COPIES if num_stages == 1 else _SHARED_COPIES
+    num_once = copies if num_stages == 1 else _SHARED_COPIES
     spans[0] -= num_once * job.word_bytes * np.cumsum([0, *(x.num_tied_parameters for x in layers)])
     for first in range(len(layers)):
         # Each cut between has an output twice on both of its sides.
@@ -120,14 +124,24 @@ def ends_spared_bytes(job: JobSpec) -> int:
 
 def _slot_bytes(job: JobSpec, layer: LayerSpec) -> int:
     """Bytes of one microbatch that a layer keeps at most, alone."""
-    samples = job.batch.microbatch_samples
+    samples = _num_rows(job) * job.batch.microbatch_samples
     pending_bytes = samples * layer.pending_bytes + layer.num_early_gradients * job.word_bytes
     return max(samples * layer.activation_bytes, pending_bytes * job.plan.splits)
 
 
+def _num_rows(job: JobSpec) -> int:
+    """Models that a chunk holds side by side."""
+    return max(1, len(job.rows))
+
+
+def _copies(job: JobSpec) -> int:
+    """Numbers that a chunk holds for each parameter of the model."""
+    return _ROW_COPIES * len(job.rows) if job.rows else _COPIES
+
+
 def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageLoad:
     cost = stage_cost(layers, stage)
-    samples = job.batch.microbatch_samples
+    samples = _num_rows(job) * job.batch.microbatch_samples
     input_bytes = layers[stage.first - 1].output_bytes if stage.first else 0
     # A slot keeps the input as it came from the wire and the output as it went there, besides what autograd keeps;
     # one more input and one more gradient wait to be taken.
@@ -147,10 +161,10 @@ def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageL
         stage=stage,
         forward_flops=samples * cost.forward_flops,
         backward_flops=samples * cost.backward_flops,
-        fixed_bytes=_COPIES * parameter_bytes + boundary_bytes,
+        fixed_bytes=_copies(job) * parameter_bytes + boundary_bytes,
         slot_bytes=max(samples * cost.activation_bytes, aside_bytes) + boundary_bytes,
         output_bytes=samples * cost.output_bytes,
-        parameter_bytes=parameter_bytes,
+        parameter_bytes=_num_rows(job) * parameter_bytes,
         tied_bytes={
             name: size * job.word_bytes
             for sizes in tied_sizes(job.model)[stage.first : stage.stop]

@@ -73,8 +73,8 @@ class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointSe
 
     # --- for tests ---
 
-    def submit(self, job: JobSpec) -> None:
-        self._handle(SubmitAsked(key="only", spec=job))
+    def submit(self, job: JobSpec, key: str = "only") -> None:
+        self._handle(SubmitAsked(key=key, spec=job))
 
     def all(self, kind: type[R]) -> list[R]:
         """Records of this coordinator's epoch."""

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from skein.config.job import JobSpec, read_spec
 from skein.config.rule import Walkers
+from skein.config.sweep.rows import RowOrigin
 from skein.errors import SkeinError, UnfitError, UserError
 from skein.model.rows import made_of
 from skein.plan.load import stage_loads, together_bytes
 from skein.plan.ops import Direction
-from skein.protocol.log.records import num_walkers
+from skein.protocol.log.records import num_walkers, walker_prefix
 from skein.protocol.messages.directives import (
     Assign,
     Beginning,
@@ -53,6 +54,8 @@ from worker.data.opening import Datasets
 from worker.executor import Executor, one_line
 from worker.mesh.mesh import Mesh
 from worker.model.weights import load_huggingface, load_parameters
+from worker.sweep.chunk import ArrayChunk
+from worker.sweep.drawing import drawn_chunk
 
 T = TypeVar("T")
 
@@ -270,7 +273,7 @@ class Builder:
     ) -> Chunk:
         source = wanted.source
         draw = partial(
-            Chunk.drawn,
+            drawn_chunk,
             job,
             wanted.stage,
             version=source.version,
@@ -341,7 +344,7 @@ class Builder:
                 return here | {name: to_torch(tensor) for name, tensor in state.items()}
 
     async def _begin(self, assign: Assign, job: JobSpec, chunk: Chunk) -> None:
-        """Begin with the parameters that the job says, if it says any."""
+        """Begin with the parameters that the job says, if it says any; rows of an array go on from others."""
         if assign.begins is not None:
             await self._begin_from(assign.begins, chunk)
         elif job.model.begins_from is not None:
@@ -352,12 +355,37 @@ class Builder:
             except SilentError as error:
                 raise UnfitError("model.init_from", directory, str(error)) from error
             await self._on_torch(chunk.begin_with_parameters)
+        if isinstance(chunk, ArrayChunk):
+            for place, row in enumerate(chunk.job.rows):
+                if row.origin is not None:
+                    await self._go_on_from(row.origin, chunk, place)
+
+    async def _go_on_from(self, origin: RowOrigin, chunk: ArrayChunk, place: int) -> None:
+        """Have a row be what a row of another array's checkpoint is."""
+        which = f"{origin.job}@{origin.version} row {origin.row}"
+        try:
+            manifest = await self._files.manifest(JobId(origin.job), Step(origin.version))
+            archive = archive_of(manifest.url, self._files, JobId(origin.job), manifest.version, self.places)
+            names = saved_names(chunk.job, [chunk.stage])
+            tensors = await self._outside.answer(
+                partial(read_state, manifest.stages, names, archive, walker=origin.row),
+                f"the checkpoint at {manifest.url or 'the coordinator'}",
+            )
+        except (SkeinError, OSError) as error:
+            raise UnfitError("from", which, f"cannot be read on this worker: {one_line(error)}") from error
+        await self._on_torch(partial(chunk.load_row, place, tensors))
 
     async def _saved(self, assign: Assign, job: JobSpec, manifest: ManifestReply) -> dict[int, _Saved]:
         """State that all chunks from the checkpoint need of it, by walker; of each walker, every file is read once."""
         wanted = [chunk for chunk in assign.chunks if chunk.source.kind is SourceKind.CHECKPOINT]
         archive = archive_of(manifest.url, self._files, assign.job, manifest.version, self.places)
         found = {}
+        if job.rows and wanted:
+            tensors = await self._outside.answer(
+                partial(_read_rows, job, wanted[0].stage, manifest, archive),
+                f"checkpoint {manifest.version} at {manifest.url or 'the coordinator'}",
+            )
+            return {0: _Saved(tensors=tensors, version=manifest.version, walker=0, num_walkers=None)}
         for walker in sorted({chunk.walker for chunk in wanted}):
             stages = [chunk.stage for chunk in wanted if chunk.walker == walker]
             found[walker] = await self._outside.answer(
@@ -395,6 +423,18 @@ def _held_for(names: Iterable[str], manifest: ManifestReply) -> frozenset[str]:
     """Names of the tensors of a checkpoint that those of a chunk are made of."""
     held = {name for stage in manifest.stages for file in stage.files for name in file.tensors}
     return frozenset(x for name in names for x in made_of(name, held) or (name,))
+
+
+def _read_rows(
+    job: JobSpec, stage: StageSpec, manifest: ManifestReply, archive: Archive
+) -> dict[str, Tensor]:
+    """State of all rows of an array, each row's tensors named after it."""
+    names = saved_names(job, [stage])
+    found: dict[str, Tensor] = {}
+    for row in range(len(job.rows)):
+        tensors = read_state(manifest.stages, names, archive, walker=row)
+        found |= {f"{walker_prefix(row)}{name}": tensor for name, tensor in tensors.items()}
+    return found
 
 
 def _read_walker(

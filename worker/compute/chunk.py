@@ -21,7 +21,9 @@ from skein.numeric.gradients import unflatten
 from skein.numeric.walker import Walker
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import Decision, StepRecord
+from skein.protocol.worker.ops import Loss, LossInputOp, LossOp
 from skein.types import ChunkRef, GroupId, Own, StageSpec, Step, WorkerId
+from worker.compute.batches import BatchReader
 from worker.compute.state import STEP, by_name, copied, named_tensors, saved
 from worker.mesh.mesh import Mesh
 from worker.mesh.stage import MeshStage
@@ -102,6 +104,11 @@ class Chunk:
     def dtype(self) -> torch.dtype:
         """Dtype of parameters, gradients and state."""
         return next(iter(self.params.values())).dtype
+
+    def own_loss(self, op: LossOp | LossInputOp, batches: BatchReader | None) -> Loss | None:
+        """Answer to an op that is a local step of rows, or scores them; None: it is a microbatch of a common sum."""
+        del op, batches
+        return None
 
     def lay_out(self, groups: Iterable[Group], worker: WorkerId) -> None:
         """Gives every parameter a zero accumulator in the vector of its group, of those that this chunk is in."""
@@ -244,11 +251,11 @@ class Chunk:
         return {name: _copied(x) for name, x in self.state().items() if names is None or name in names}
 
     def copy_for_checkpoint(
-        self, walkers: Walkers = Walkers.ONE
+        self, walkers: Walkers = Walkers.ONE, *, row: int = 0
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of the parameters and of all else that is saved, less what a stage before saves too.
 
-        Of `MANY` walkers each saves what is its own as well.
+        Of `MANY` walkers each saves what is its own as well. There is one `row`, unless it is an array.
         """
         elsewhere = names_before(self.module.spec, self.stage)
         slots = saved(self.rule.slots, walkers)

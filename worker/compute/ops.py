@@ -258,12 +258,14 @@ class Compute:
         return all(self._is_mine(hop) for hop in left)
 
     def _loss(self, op: LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> Done:
+        self._leaving = ()
+        if (own := self._chunk(op.chunk).own_loss(op, self._held.batches)) is not None:
+            return Done(outcome=own)
         x, labels, valid_before = self._input(op, operands)
         self._left.labels.pop((op.phase, op.microbatch), None)
         if labels is None:
             # The path began here, and its loss has been computed once already.
             labels = self._samples(op)[1]
-        self._leaving = ()
         module = self._chunk(op.chunk).functions
         if not op.phase.trains:
             with torch.no_grad():
@@ -457,7 +459,9 @@ class Compute:
         self._exchanges.finish(record, chunk, beside=True)
 
     def _save(self, op: SaveOp) -> Saved:
-        params, state = self._chunk_for(op).copy_for_checkpoint(self._held.job.aggregation.walkers)
+        params, state = self._chunk_for(op).copy_for_checkpoint(
+            self._held.job.aggregation.walkers, row=op.walker
+        )
         return Saved(
             job_id=self._held.job_id,
             generation=op.generation,

@@ -18,11 +18,14 @@ from skein.model.parameters import stage_shapes
 from skein.numeric.aggregate.rule import Rule
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
+from skein.protocol.log.records import walker_prefix
 from skein.types import Generation, JobId, StageIndex, StageSpec, Step
 from worker.model.base import parameter_dtype
 
 STEP = "step"
 """Under this name the count of updates travels with the tensors of a chunk's state."""
+FATE = "fate"
+"""Under this name the state of an array's row says how often it was put back, and the number of why it is retired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,19 +108,31 @@ def walker_from(state: Mapping[str, Tensor], rule: Rule) -> Walker:
 
 def state_names(job: JobSpec, stage: StageSpec) -> frozenset[str]:
     """Names of all tensors that a holder of `stage` gives to another."""
-    return frozenset(_drafted(job, stage, copied(rule_of(job.aggregation, job.optimizer).slots)))
+    return frozenset(_given(job, stage))
 
 
 def saved_names(job: JobSpec, stages: Iterable[StageSpec], walkers: Walkers = Walkers.ONE) -> frozenset[str]:
-    """Names of all tensors that a checkpoint has of `stages`; of one of `MANY` walkers, its own included."""
+    """Names of all tensors that a checkpoint has of `stages`; of one of `MANY` walkers, its own included.
+
+    Of an array they are those of one row.
+    """
     slots = saved(rule_of(job.aggregation, job.optimizer).slots, walkers)
     return frozenset[str]().union(*(_drafted(job, stage, slots) for stage in stages))
 
 
 def state_sizes(job: JobSpec, stage: StageSpec) -> dict[str, int]:
     """Bytes of each tensor that a holder of `stage` gives to another, by name."""
+    return {name: tensor.nbytes for name, tensor in _given(job, stage).items()}
+
+
+def _given(job: JobSpec, stage: StageSpec) -> dict[str, Tensor]:
+    """Tensors without memory, as a holder gives them to another: of an array, those of each row."""
     drafted = _drafted(job, stage, copied(rule_of(job.aggregation, job.optimizer).slots))
-    return {name: tensor.nbytes for name, tensor in drafted.items()}
+    if not job.rows:
+        return drafted
+    return {
+        f"{walker_prefix(row)}{x}": tensor for row in range(len(job.rows)) for x, tensor in drafted.items()
+    }
 
 
 def _drafted(job: JobSpec, stage: StageSpec, slots: Collection[str]) -> dict[str, Tensor]:
@@ -127,6 +142,7 @@ def _drafted(job: JobSpec, stage: StageSpec, slots: Collection[str]) -> dict[str
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape in stage_shapes(job.model, stage).items()
     }
-    return named_tensors(
+    drafted = named_tensors(
         Walker(params=params, state=rule_of(job.aggregation, job.optimizer).init(params)), slots
     )
+    return {**drafted, FATE: torch.empty(2, dtype=torch.int64, device="meta")} if job.rows else drafted

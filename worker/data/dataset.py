@@ -18,7 +18,7 @@ from skein.config.data.sources import (
     TokenSource,
 )
 from skein.config.data.spec import DataSpec
-from skein.config.job import BatchSpec
+from skein.config.job import BatchSpec, JobSpec
 from skein.data.selection import Pick, Selection
 from skein.data.separator import Separator
 from skein.errors import LocalError, UserError
@@ -105,6 +105,18 @@ class Dataset:
         """
         return self._batch(self.selection.validation(int(position)) for position in positions)
 
+    def under(self, seed: int, job: JobSpec) -> "Dataset":
+        """The same sources, split and ordered as a job with this seed has them."""
+        selection = _selection(self.sources, job.data, seed)
+        is_chosen = self.coreset is not None
+        coreset = _chosen(job.data, self.sources, selection, job.batch, seed) if is_chosen else None
+        return replace(
+            self,
+            selection=selection,
+            coreset=coreset,
+            fingerprint=_fingerprint(self.sources, selection, coreset),
+        )
+
     def _batch(self, picks: Iterable[Pick]) -> Batch:
         samples = [self.sources[pick.source].read(pick.sample) for pick in picks]
         return Batch(inputs=np.stack([s[0] for s in samples]), labels=np.stack([s[1] for s in samples]))
@@ -149,13 +161,7 @@ def open_dataset(
             tokenizer=tokenizer,
         )
         sources = tuple(_open_tokens(source, opening, field) for field, source in data.named_sources)
-    selection = Selection.of(
-        [source.num_samples for source in sources],
-        [source.weight for _, source in data.named_sources],
-        validation_ratio=data.held_out_ratio,
-        seed=seed,
-        num_validating=len(data.validation),
-    )
+    selection = _selection(sources, data, seed)
     if batch is not None and selection.num_train < batch.samples:
         wanted = f"training samples are fewer than the {batch.samples} of one step"
         hint = f"{wanted}: give more data, or lower batch.samples or data.sequence_tokens"
@@ -168,6 +174,16 @@ def open_dataset(
         coreset=coreset,
         separator=None if tokenizer is None else tokenizer.separator,
         sample_tokens=model.sample_tokens(data.sequence_tokens),
+    )
+
+
+def _selection(sources: Sequence[Samples], data: DataSpec, seed: int) -> Selection:
+    return Selection.of(
+        [source.num_samples for source in sources],
+        [source.weight for _, source in data.named_sources],
+        validation_ratio=data.held_out_ratio,
+        seed=seed,
+        num_validating=len(data.validation),
     )
 
 

@@ -9,8 +9,8 @@ Rules of this file
   of it.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 import torch
@@ -31,6 +31,9 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 """Microbatches of one step: inputs and labels, (R, B, ...) both."""
 
 
+LOSS_NOT_FINITE, GRADIENT_NOT_FINITE = "loss not finite", "gradient not finite"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSettings:
     """Numbers by which a row differs from those beside it, after its parameters were drawn."""
@@ -38,6 +41,8 @@ class RowSettings:
     optimizer: OptimizerSpec
     num_steps: int
     """Steps of its whole budget, by which its learning rate falls."""
+    rate_ratio: float = 1.0
+    """Share of its learning rate that is left to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +104,21 @@ class RowArray:
             ahead += len(part.rows)
         return whole
 
-    def step(self, batches: Batches) -> tuple[RowStep, ...]:
-        """Make one step of every row that is not frozen; each is at the step that its count of updates says."""
+    def put(self, row: int, before: RowBuffer, place: int, *, rate_ratio: float | None = None) -> None:
+        """Have a row be what `before` has at `place`; with a `rate_ratio` it goes on, at that share of its rate."""
+        self.rows.put([row], before.taken([place]))
+        if rate_ratio is not None:
+            self.frozen.pop(row, None)
+            changed = replace(self.settings[row], rate_ratio=rate_ratio)
+            self.settings = (*self.settings[:row], changed, *self.settings[row + 1 :])
+
+    def step(self, batches: Batches, resting: Collection[int] = ()) -> tuple[RowStep, ...]:
+        """Make one step of every row that is not frozen; each is at the step that its count of updates says.
+
+        Rows that are `resting` make none.
+        """
         losses, counts = self._sum_up(batches)
+        counts = [0 if row in resting else count for row, count in enumerate(counts)]
         norms = self._norms(counts)
         steps = tuple(map(self._decide, range(len(self.rows)), losses, counts, norms))
         terms = [
@@ -134,11 +151,11 @@ class RowArray:
 
     def _decide(self, row: int, loss_sum: float, num_tokens: int, norm: float) -> RowStep:
         settings = self.settings[row]
-        if row not in self.frozen:
+        if row not in self.frozen and num_tokens:
             if not isfinite(loss_sum):
-                self.frozen[row] = "loss not finite"
+                self.frozen[row] = LOSS_NOT_FINITE
             elif not norm < inf:
-                self.frozen[row] = "gradient not finite"
+                self.frozen[row] = GRADIENT_NOT_FINITE
         reason = self.frozen.get(row, "" if num_tokens else "no valid token in the batch")
         return RowStep(
             loss=loss_sum / num_tokens if num_tokens else 0.0,
@@ -147,6 +164,7 @@ class RowArray:
             clip=1.0 if reason else clip_of(norm, settings.optimizer.clip_norm),
             learning_rate=0.0
             if reason
-            else learning_rate(settings.optimizer, self.rows.num_updates[row], settings.num_steps),
+            else learning_rate(settings.optimizer, self.rows.num_updates[row], settings.num_steps)
+            * settings.rate_ratio,
             reason=reason,
         )

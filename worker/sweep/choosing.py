@@ -61,6 +61,25 @@ def choose_pass(
     return PassChoice(kind=kind, speedup=speedup, words=took)
 
 
+class PassChoices:
+    """Choices that were made for arrays of one model on one device, by what they depend on besides.
+
+    A row that leaves makes another choice necessary; one that comes back to as many as before does not.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, torch.Size, torch.device, float], PassChoice] = {}
+
+    def of(
+        self, stage: Stage, rows: RowBuffer, batch: tuple[Tensor, Tensor], *, min_speedup: float
+    ) -> PassChoice:
+        """The choice for so many rows at this batch, measured if it was not before."""
+        key = len(rows), batch[0].shape, rows.params.device, min_speedup
+        if key not in self._known:
+            self._known[key] = choose_pass(stage, rows, batch, min_speedup=min_speedup)
+        return self._known[key]
+
+
 def _other(
     stage: Stage, rows: RowBuffer, batch: tuple[Tensor, Tensor]
 ) -> tuple[tuple[PassKind, Pass] | None, str]:

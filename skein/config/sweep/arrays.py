@@ -1,5 +1,7 @@
 """The job that an array inside a sweep is."""
 
+from skein.config.aggregation import AllReduce
+from skein.config.checks import ChecksSpec
 from skein.config.job import ArrayJob, BackupSpec, BatchSpec, BudgetSpec, JobSpec, PlanSpec
 from skein.config.sweep.rows import ArraySpec
 
@@ -23,6 +25,8 @@ def array_job(trial: JobSpec, array: ArraySpec, *, round_steps: int) -> ArrayJob
         "evaluation": trial.evaluation.model_copy(update={"every_steps": 0}),
         "checkpoint": trial.checkpoint.model_copy(update={"every_steps": 1}),
         "backup": BackupSpec(every_steps=0),
+        "aggregation": AllReduce(),
+        "checks": ChecksSpec(),
         "on_divergence": "ignore",
         "resources": trial.resources.model_copy(update={"min_workers": 1, "max_workers": 1}),
     }

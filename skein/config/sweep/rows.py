@@ -49,6 +49,9 @@ class ArraySpec(Spec):
     fuse: Fuse = "auto"
     min_speedup: Annotated[float, Field(ge=1, le=100)] = 1.10
     """Times as fast as the loop that a pass over all rows has to be under `auto`."""
+    on_divergence: Literal["retire", "rewind"] = "retire"
+    """A row whose numbers are not finite any more is retired where its round began; under `rewind` it goes on from
+    there once, at half its learning rate."""
 
     @model_validator(mode="after")
     def _check(self) -> "ArraySpec":

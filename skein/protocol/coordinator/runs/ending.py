@@ -60,12 +60,20 @@ def divergence_text(job: JobHistory, diverged: Diverged) -> str:
     return f"diverged at step {diverged.step}: {diverged.reason}; {left}"
 
 
+def _has_no_row_left(job: JobHistory) -> bool:
+    """Whether no row of an array makes steps any more."""
+    array = None if job.last_commit is None else job.last_commit.array
+    return array is not None and not array.num_alive
+
+
 class Ending(RunPart):
     """Looks at what is recorded of a job at every boundary between two steps."""
 
     def look(self, *, is_evaluated: bool, now: float) -> None:
         """Record that training has diverged, once, if it has; the last version is judged when it is evaluated."""
         job = self._job
+        if job.spec.rows:
+            return  # Each row is judged on its own, where it is.
         doubt = job.losses.doubt()
         if doubt is None and is_evaluated and job.version >= job.total_steps:
             doubt = job.losses.last_doubt(job.version, job.scores.get(job.version))
@@ -99,6 +107,9 @@ class Ending(RunPart):
             return Stop(state=JobState.FAILED, reason=self._failure())
         if job.version >= job.total_steps:
             reason = f"{job.version} steps done"
+            return Stop(state=JobState.FINISHED, reason=reason, evaluates=True, saves=True)
+        if _has_no_row_left(job):
+            reason = f"all rows are retired after {job.version} steps"
             return Stop(state=JobState.FINISHED, reason=reason, evaluates=True, saves=True)
         return None
 

@@ -7,8 +7,8 @@ behind, the plan may be put in place at the next boundary.
 
 Rules of this file
 - A transfer that ends in nothing costs nothing: the wish is given up, and looked at anew.
-- What a step applies is a reduced gradient under plain all-reduce alone: under other rules no copy can follow the
-  steps, and who is new fetches what a peer has when the plan is put in place.
+- What a step applies is a reduced gradient under plain all-reduce alone: under other rules, or of an array, no copy
+  can follow the steps, and who is new fetches what a peer has when the plan is put in place.
 - What is asked for is asked for by stage and version, so asking again after a change of generation begins nothing anew.
 """
 
@@ -47,7 +47,7 @@ class Joining(RunPart):
 
     def __init__(self, members: Members) -> None:
         super().__init__(members)
-        self._may_follow = self._job.spec.aggregation.is_additive
+        self._may_follow = self._job.spec.aggregation.is_additive and not self._job.spec.rows
         self._reading: dict[WorkerId, bool] = {}
         """Workers that open data for the coming plan; True once they are open."""
         self._is_void = False

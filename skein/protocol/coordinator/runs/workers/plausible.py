@@ -20,12 +20,13 @@ def implausible(worker: WorkerId, report: Report, spec: JobSpec | None) -> str |
                 return f"LinksMeasured: a link {link.sender} -> {link.receiver} of others: tell of your own"
         case StageDone() if report.ledger.worker != worker:
             return f"StageDone.ledger: {report.ledger.worker}'s: tell of your own"
-        case StageDone() if report.array is not None:
-            return "StageDone.array: the job is none: tell of its steps"
-        case EvaluationDone() if report.rows:
-            return "EvaluationDone.rows: the job is no array: tell of all together"
         case StageDone() if spec is not None:
-            return _too_many("StageDone.tokens", max(report.tokens, default=0), most_tokens(spec))
+            told = 0 if report.array is None else len(report.array.rows)
+            return _other_rows("StageDone.array", told, spec) or _too_many(
+                "StageDone.tokens", max(report.tokens, default=0), most_tokens(spec)
+            )
+        case EvaluationDone() if spec is not None and len(report.rows) != len(spec.rows):
+            return _other_rows("EvaluationDone.rows", len(report.rows), spec)
         case EvaluationDone() if spec is not None and report.microbatches:
             most = len(set(report.microbatches)) * most_tokens(spec)
             return _too_many("EvaluationDone.num_tokens", report.num_tokens, most)
@@ -37,8 +38,13 @@ def implausible(worker: WorkerId, report: Report, spec: JobSpec | None) -> str |
 
 
 def most_tokens(spec: JobSpec) -> int:
-    """Tokens of one microbatch, at most."""
-    return spec.batch.microbatch_samples * spec.data.sequence_tokens
+    """Tokens of one microbatch, at most; of an array, of all its rows."""
+    return max(1, len(spec.rows)) * spec.batch.microbatch_samples * spec.data.sequence_tokens
+
+
+def _other_rows(field: str, num_rows: int, spec: JobSpec) -> str | None:
+    wanted = len(spec.rows)
+    return None if num_rows == wanted else f"{field}: {num_rows} rows: give {wanted}, which the job has"
 
 
 def _too_many(field: str, tokens: int, most: int) -> str | None:

@@ -1,0 +1,167 @@
+"""An array as a chunk: rounds on a copy, rows that diverge, and what is saved of them."""
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+
+from skein.config.job import ArrayJob
+from skein.config.optimizer import AdamWSpec
+from skein.config.sweep.arrays import array_job
+from skein.config.sweep.rows import ArraySpec
+from skein.errors import LocalError
+from skein.plan.plan import Path
+from skein.protocol.messages.array_rounds import ArrayRound
+from skein.protocol.messages.tensors import Phase
+from skein.protocol.worker.ops import LossOp
+from skein.types import ChunkRef, MicrobatchId, Own, Precision, StageIndex, StageSpec, Step, WorkerId
+from tests.support.hands import record
+from tests.worker.lab import CPU
+from tests.worker.sweep.trials import array_of, trial
+from worker.compute.batches import BatchReader
+from worker.compute.state import FATE, STEP
+from worker.data.dataset import open_dataset
+from worker.sweep.chunk import PARAMETERS_NOT_FINITE, ArrayChunk
+
+STAGE = StageSpec(index=StageIndex(0), first=0, stop=2)
+PATH = Path(hops=(ChunkRef(stage=STAGE.index, worker=WorkerId("w")),))
+GROUP = Own(STAGE.index)
+WILD = 1e200
+
+
+class Held:
+    """An array at a worker, and what its rounds came to."""
+
+    def __init__(self, job: ArrayJob) -> None:
+        self.job = job
+        self.chunk = ArrayChunk.drawn_rows(job, STAGE, version=Step(0), device=CPU)
+        self.batches = BatchReader(
+            open_dataset(job.data, job.model, seed=job.seed),
+            job,
+            [MicrobatchId(m) for m in range(job.round_steps)],
+        )
+
+    def local_steps(self, *microbatches: int) -> ArrayRound:
+        """Local steps of the round in progress; their numbers."""
+        parts = []
+        for m in microbatches:
+            op = LossOp(
+                phase=Phase.TRAIN, step=self.chunk.version, microbatch=MicrobatchId(m), hop=0, path=PATH
+            )
+            array = self.chunk.own_loss(op, self.batches).array
+            assert array is not None, "a local step tells of rows"
+            parts.append(array)
+        whole = ArrayRound.together(parts)
+        assert whole is not None
+        return whole
+
+    def round(self) -> ArrayRound:
+        """A round from its beginning to its record."""
+        made = self.local_steps(*range(self.job.round_steps))
+        self.chunk.apply(record(self.chunk.version), {})
+        return made
+
+
+def wild(
+    row: int,
+    *,
+    round_steps: int = 4,
+    precision: Precision = Precision.FP64,
+    on_divergence: Literal["retire", "rewind"] = "retire",
+    rate: float = WILD,
+) -> ArrayJob:
+    """Four rows of which one has a rate that no job file can have."""
+    job = array_of(0, 1, 2, 3)
+    spec = AdamWSpec(clip_norm=1.0, warmup_steps=0).model_copy(update={"learning_rate": rate})
+    rows = tuple(
+        x.model_copy(update={"optimizer": spec}) if at == row else x for at, x in enumerate(job.rows)
+    )
+    array = ArraySpec.model_construct(**{**dict(job.array), "rows": rows, "on_divergence": on_divergence})
+    alone = trial(0).model_copy(update={"precision": precision})
+    return array_job(alone, array, round_steps=round_steps)
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_a_row_that_diverges_is_retired_where_its_round_began_and_no_other_hears_of_it(
+    precision: Precision,
+) -> None:
+    calm, disturbed = (Held(wild(2, precision=precision, rate=rate)) for rate in (1e-2, WILD))
+    rounding = 1e-12 if precision is Precision.FP64 else 1e-3
+    for _ in range(3):
+        one, other = calm.round(), disturbed.round()
+        for row in (0, 1, 3):
+            # A batch of three products may sum in another order than one of four.
+            assert other.rows[row].loss == pytest.approx(one.rows[row].loss, rel=rounding)
+            assert other.rows[row].num_tokens == one.rows[row].num_tokens
+        assert "not finite" in other.rows[2].retired
+        assert other.rows[2].num_updates == 0
+    assert calm.chunk.rows.num_updates == [12, 12, 12, 12]
+    assert disturbed.chunk.rows.num_updates == [12, 12, 0, 12]
+    assert all(torch.isfinite(x).all() for x in disturbed.chunk.state().values())
+    if precision is Precision.FP64:
+        kept = [0, 1, 3]
+        difference = disturbed.chunk.rows.params[kept] - calm.chunk.rows.params[kept]
+        assert float(difference.abs().max()) < 1e-12
+
+
+def test_what_the_last_update_of_a_round_spoils_is_never_a_row() -> None:
+    held = Held(wild(1, round_steps=1, precision=Precision.FP32))
+    made = held.round()
+    assert made.rows[1].retired == PARAMETERS_NOT_FINITE
+    assert (made.num_alive, made.rows[1].num_updates) == (3, 0)
+    assert bool(torch.isfinite(held.chunk.rows.params).all())
+
+
+def test_a_row_goes_back_once_to_where_its_round_began_and_on_at_half_its_rate() -> None:
+    held = Held(wild(2, on_divergence="rewind"))
+    before = held.chunk.rows.params[2].clone()
+    first = held.local_steps(0, 1)
+    assert (first.rows[2].num_rewinds, first.rows[2].retired, first.rows[2].num_updates) == (1, "", 0)
+    third = held.local_steps(2)
+    assert third.rows[2].learning_rate == WILD / 2
+    last = held.local_steps(3)
+    assert last.rows[2].num_rewinds == 1
+    assert "not finite" in last.rows[2].retired
+    held.chunk.apply(record(0), {})
+    assert torch.equal(held.chunk.rows.params[2], before)
+    assert held.chunk.row_state(2)[FATE].tolist()[0] == 1
+
+
+def test_a_round_that_is_begun_anew_comes_to_the_same_to_the_bit() -> None:
+    calm, fenced = Held(array_of(0, 1)), Held(array_of(0, 1))
+    calm.local_steps(0, 1, 2, 3)
+    fenced.local_steps(0, 1, 2)
+    fenced.chunk.lay_out((), WorkerId("w"))
+    assert torch.equal(fenced.chunk.accumulator(GROUP), Held(array_of(0, 1)).chunk.accumulator(GROUP))
+    fenced.local_steps(0, 1)
+    assert fenced.chunk.rows.num_updates == [0, 0]
+    fenced.local_steps(2, 3)
+    assert torch.equal(fenced.chunk.accumulator(GROUP), calm.chunk.accumulator(GROUP))
+
+
+def test_rows_with_their_fates_go_on_from_what_was_saved() -> None:
+    held, other = Held(wild(2)), Held(wild(2))
+    held.round()
+    for row in range(4):
+        params, rest = held.chunk.copy_for_checkpoint(row=row)
+        other.chunk.load_row(row, {**params, **rest})
+    assert other.chunk.going() == [0, 1, 3]
+    moved = Held(wild(2))
+    moved.chunk.load_state(held.chunk.copy_state(), version=Step(1))
+    for found in (other, moved):
+        found.chunk.version = Step(1)
+        assert held.chunk.rows.num_updates == found.chunk.rows.num_updates
+        assert found.round().rows[2].retired == held.chunk.numbers()[2].retired
+    held.round()
+    assert torch.equal(held.chunk.accumulator(GROUP), moved.chunk.accumulator(GROUP))
+    lacking = {name: x for name, x in held.chunk.row_state(0).items() if name != STEP}
+    with pytest.raises(LocalError, match=f"row 0: {STEP} should be"):
+        other.chunk.load_row(0, lacking)
+
+
+def test_rows_make_no_step_beyond_their_last() -> None:
+    held = Held(array_of(0, 1, last_step=6))
+    counts = [held.round().rows[0].num_updates for _ in range(3)]
+    assert counts == [4, 6, 6]
+    assert replace(held.chunk.numbers()[0], num_tokens=0).num_updates == 6

@@ -1,0 +1,21 @@
+"""Draws chunks of any job: stages of a model, or arrays."""
+
+import torch
+
+from skein.config.job import ArrayJob, JobSpec
+from skein.types import StageSpec, Step
+from worker.compute.chunk import Chunk
+from worker.mesh.mesh import Mesh
+from worker.sweep.chunk import ArrayChunk
+
+
+def drawn_chunk(
+    job: JobSpec, stage: StageSpec, *, version: Step, device: torch.device, mesh: Mesh | None = None
+) -> Chunk:
+    """The stage as the job's seed draws it, or its rows' seeds; with a mesh, its functions are computed there.
+
+    Rows are computed on `device` alone: models of which several fit a device gain nothing by being cut.
+    """
+    if isinstance(job, ArrayJob):
+        return ArrayChunk.drawn_rows(job, stage, version=version, device=device)
+    return Chunk.drawn(job, stage, version=version, device=device, mesh=mesh)
