@@ -10,7 +10,8 @@ from torch import Tensor
 
 from skein.config.data.sources import TextSource
 from skein.config.data.spec import DataSpec
-from skein.config.job import BudgetSpec, JobSpec, ParallelSpec, TensorSpec
+from skein.config.job import BudgetSpec, JobSpec, ParallelSpec
+from skein.config.mesh.tensor import TensorSpec
 from skein.model.layers import AnyModel
 from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.plan.plan import Group

@@ -1,0 +1,1 @@
+"""Meshes as a job asks for them: forms in which devices of a worker share its stages."""
