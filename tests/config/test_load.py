@@ -308,6 +308,21 @@ def test_devices_share_blocks_that_divide_among_them(model: str, size: str, mist
         parse_job(text, origin="job.yaml")
 
 
+def test_sequences_are_in_parts_only_where_devices_share_blocks() -> None:
+    text = re.sub("model:.*", "model: {family: mixtral, preset: mixtral-1m}", GOOD)
+    tensor = "parallel: {tensor: {sequence_parallel: %s}}"
+    assert mistakes(f"{text}\n{tensor % 'true'}") == [
+        "parallel.tensor.sequence_parallel: True: blocks of family mixtral as given are computed on one device: "
+        "give auto, or false"
+    ]
+    spread = text.replace("mixtral-1m", "mixtral-1m, placement: mesh")
+    (told,) = mistakes(f"{spread}\n{tensor % 'true'}")
+    assert told.endswith(
+        "tokens are in parts where experts are, with model.placement: mesh: give auto, or false"
+    )
+    parse_job(f"{text}\n{tensor % 'auto'}", origin="job.yaml")
+
+
 def test_chunks_neither_skip_nor_make_walkers() -> None:
     skipping = f"{GOOD}\nskip: {{ratio: 0.5}}\nparallel: {{stages: 4, chunks: 2}}"
     assert mistakes(skipping) == [

@@ -11,6 +11,7 @@ from bench.reference import run_reference
 from skein.config.data.sources import TextSource
 from skein.config.data.spec import DataSpec
 from skein.config.job import ParallelSpec
+from skein.config.mesh.tensor import TensorSpec
 from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.sparse.experts import ExpertPlacement
 from skein.model.sparse.routing import RoutingSpec
@@ -54,17 +55,19 @@ def meshes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshCluster]:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "layout", "is_tied"),
+    ("replicas", "layout", "is_tied", "in_sequence"),
     [
-        pytest.param(1, Layout.LINE, True, id="line"),
-        pytest.param(2, Layout.LOOP, False, id="loop-replicas", marks=pytest.mark.long),
+        pytest.param(1, Layout.LINE, True, True, id="line-in-parts"),
+        pytest.param(2, Layout.LOOP, False, False, id="loop-replicas", marks=pytest.mark.long),
+        pytest.param(2, Layout.LOOP, False, True, id="loop-replicas-in-parts", marks=pytest.mark.long),
     ],
 )
 def test_a_mesh_and_a_single_device_train_like_one_torch_process(
-    meshes: MeshCluster, text: Path, replicas: int, layout: Layout, is_tied: bool
+    meshes: MeshCluster, text: Path, replicas: int, layout: Layout, is_tied: bool, in_sequence: bool
 ) -> None:
     meshes.gather((*MESHES[:replicas], *SINGLES[:replicas]))
-    parallel = ParallelSpec(stages=2, replicas=replicas, layout=layout)
+    tensor = TensorSpec(sequence_parallel=in_sequence)
+    parallel = ParallelSpec(stages=2, replicas=replicas, layout=layout, tensor=tensor)
     job = cut_job(text, Precision.FP64, parallel, is_tied=is_tied)
     check(train(meshes, job), run_reference(job, test_parity.NUM_STEPS), TOLERANCES[Precision.FP64])
     assert all(len(meshes.device_processes(name)) == 2 for name in meshes.workers if name in MESHES)

@@ -279,6 +279,7 @@ class Builder:
             version=source.version,
             device=self._device,
             mesh=self._mesh,
+            slots=wanted.slots,
         )
         # Before anything is found: what a copy that follows gives is good only till its next step.
         drawn = None if source.kind is SourceKind.KEEP else await self._on_torch(draw)

@@ -74,8 +74,9 @@ class Chunk:
         version: Step,
         device: torch.device,
         mesh: Mesh | None = None,
+        slots: int = 1,
     ) -> Self:
-        """The stage as the job's seed draws it; with a mesh, its functions are computed there."""
+        """The stage as the job's seed draws it; with a mesh, its functions are computed there, `slots` at once."""
         module = build_stage(
             job.model,
             stage,
@@ -84,7 +85,7 @@ class Chunk:
             precision=job.precision,
             device=device,
         )
-        shared = None if mesh is None else MeshStage(mesh, job, module)
+        shared = None if mesh is None else MeshStage(mesh, job, module, slots=slots)
         return cls(module, rule_of(job.aggregation, job.optimizer), version=version, shared=shared)
 
     @property

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from skein.config.job import read_spec
+from skein.config.mesh.tensor import MeshForm
 from skein.errors import LocalError
 from worker.compute.payload import GRADIENTS, LABELS, WEIGHTS, crossed, crossing
-from worker.mesh.cuts import cut_of
+from worker.mesh.forms.cuts import cut_of, is_in_parts
+from worker.mesh.forms.sequence import SequenceShare
 from worker.mesh.frames import (
     AddUpAsk,
     Asked,
@@ -34,6 +36,7 @@ from worker.mesh.frames import (
 )
 from worker.mesh.groups import DeviceGroup
 from worker.mesh.share import WHOLE, Share
+from worker.mesh.traffic import CollectiveCount
 from worker.model.base import Crossing, Stage, parameter_dtype
 from worker.model.pending import Pending, add_up
 from worker.model.stage import empty_stage
@@ -50,6 +53,7 @@ class _Visited:
     """A stage's input, and what came of it."""
 
     stage: Stage
+    form: MeshForm
     given: Crossing
     made: tuple[Tensor, ...]
 
@@ -59,8 +63,8 @@ class _Kept:
     """Stages that one device holds, and what visits have left there."""
 
     stages: dict[int, Stage] = field(default_factory=dict)
-    sizes: dict[int, int] = field(default_factory=dict)
-    """Devices that share each stage's blocks."""
+    forms: dict[int, MeshForm] = field(default_factory=dict)
+    """Form in which each stage is shared."""
     visits: dict[int, _Visited] = field(default_factory=dict)
     pending: dict[int, deque[Pending]] = field(default_factory=dict)
 
@@ -77,21 +81,16 @@ class DeviceShare:
         self._index = index
         self._device = device
         self._group: DeviceGroup | None = None
-        self._num_sums = 0
-        self._num_exchanges = 0
+        self._traffic = CollectiveCount()
         self._kept = _Kept()
 
     def carry_out(self, asked: Asked | DeviceAnswer, tensors: Mapping[str, Tensor]) -> Answered:
         """Do what is asked; the answer, and tensors with it."""
-        sums_before, exchanges_before = self._num_sums, self._num_exchanges
         answer, given = self._do(asked, tensors)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        counts = {
-            "num_sums": self._num_sums - sums_before,
-            "num_exchanges": self._num_exchanges - exchanges_before,
-        }
-        return answer.model_copy(update=counts), given
+        collectives, elements = self._traffic.taken()
+        return answer.model_copy(update={"collectives": collectives, "elements": elements}), given
 
     def _do(self, asked: Asked | DeviceAnswer, tensors: Mapping[str, Tensor]) -> Answered:
         match asked:
@@ -106,7 +105,7 @@ class DeviceShare:
             case VisitAsk():
                 return self._visit(asked, tensors)
             case ReturnAsk():
-                return DeviceAnswer(), self._told(self._return(asked, tensors))
+                return DeviceAnswer(), self._return(asked, tensors)
             case AddUpAsk():
                 add_up(self._kept.pending.pop(asked.ticket))
             case SumsAsk():
@@ -133,19 +132,24 @@ class DeviceShare:
         if self._index >= asked.size or asked.size == 1:
             return
         self._group = DeviceGroup.met(
-            self._device, Path(asked.folder), epoch=asked.epoch, index=self._index, size=asked.size
+            self._device,
+            Path(asked.folder),
+            epoch=asked.epoch,
+            index=self._index,
+            size=asked.size,
+            traffic=self._traffic,
         )
 
     def _build(self, asked: StageAsk) -> None:
         job = read_spec(asked.job)
         share = WHOLE
         if self._group is not None:
-            dtype = parameter_dtype(job.precision)
-            share = Share(self._group, dtype, self._count_sum, self._count_exchange)
+            kind = SequenceShare if asked.form.in_sequence else Share
+            share = kind(self._group, parameter_dtype(job.precision))
         stage = empty_stage(
             job.model.shared(share.size),
             asked.spec,
-            sequence_tokens=job.data.sequence_tokens,
+            sequence_tokens=asked.form.padded_tokens(job.data.sequence_tokens),
             precision=job.precision,
             device=self._device,
             share=share,
@@ -153,13 +157,7 @@ class DeviceShare:
         for parameter in stage.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._kept.stages[asked.chunk] = stage
-        self._kept.sizes[asked.chunk] = share.size
-
-    def _count_sum(self) -> None:
-        self._num_sums += 1
-
-    def _count_exchange(self) -> None:
-        self._num_exchanges += 1
+        self._kept.forms[asked.chunk] = asked.form
 
     @torch.no_grad()
     def _load(self, asked: LoadAsk, tensors: Mapping[str, Tensor]) -> None:
@@ -170,7 +168,8 @@ class DeviceShare:
     # --- there and back ---
 
     def _visit(self, asked: VisitAsk, tensors: Mapping[str, Tensor]) -> Answered:
-        stage, given, labels = self._kept.stages[asked.chunk], crossed(tensors), tensors.get(LABELS)
+        stage, form = self._kept.stages[asked.chunk], self._kept.forms[asked.chunk]
+        given, labels = crossed(tensors), tensors.get(LABELS)
         with (
             torch.set_grad_enabled(asked.ticket is not None),
             stage.junction.visited(asked.num_valid) as microbatch,
@@ -186,14 +185,14 @@ class DeviceShare:
                 boundary, num_tokens = stage.onward(given, labels), 0
                 made, named = boundary.differentiable, crossing(boundary.detached())
         if asked.ticket is not None:
-            self._kept.visits[asked.ticket] = _Visited(stage=stage, given=given, made=made)
+            self._kept.visits[asked.ticket] = _Visited(stage=stage, form=form, given=given, made=made)
         answer = DeviceAnswer(
             num_tokens=num_tokens,
             balance_losses=tuple(microbatch.losses),
             num_choices=microbatch.num_choices,
             num_dropped=microbatch.num_dropped,
         )
-        return answer, self._told(named)
+        return answer, self._told(named, form)
 
     def _return(self, asked: ReturnAsk, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Gradients of what the stage was given."""
@@ -204,20 +203,20 @@ class DeviceShare:
         else:
             visited.stage.add_gradients(visited.made, gradients)
         found = zip(GRADIENTS, visited.given.differentiable, strict=False)
-        return {name: x.grad for name, x in found if x.grad is not None}
+        return self._told({name: x.grad for name, x in found if x.grad is not None}, visited.form)
 
-    def _told(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _told(self, tensors: Mapping[str, Tensor], form: MeshForm) -> Mapping[str, Tensor]:
         """Tensors for the answer: what all devices have equal is told by the first."""
-        return tensors if self._index == 0 else {}
+        return {name: x for name, x in tensors.items() if self._index == 0 or is_in_parts(name, x, form)}
 
     # --- sums ---
 
     @torch.no_grad()
     def _give_sums(self, chunk: int) -> Mapping[str, Tensor]:
-        given, size = {}, self._kept.sizes[chunk]
+        given, form = {}, self._kept.forms[chunk]
         for name, parameter in self._kept.stages[chunk].named_parameters():
             assert parameter.grad is not None
-            if self._index == 0 or cut_of(name, size).comes_from_all:
+            if self._index == 0 or cut_of(name, form).comes_from_all:
                 given[name] = parameter.grad.to("cpu", copy=True)
             parameter.grad.zero_()
         return given
@@ -234,4 +233,4 @@ class DeviceShare:
                 parameter.grad.zero_()
         for chunk in asked.chunks:
             kept.stages.pop(chunk, None)
-            kept.sizes.pop(chunk, None)
+            kept.forms.pop(chunk, None)

@@ -13,11 +13,13 @@ import torch
 from pydantic import Discriminator, ValidationError
 from torch import Tensor
 
+from skein.config.mesh.tensor import MeshForm
 from skein.errors import LocalError
 from skein.spec import Spec
 from skein.types import StageIndex, StageSpec
 from skein.wire.extra import DType, TensorMeta
 from worker.bundle import Limits, allocate, fault_of, split_tensors, to_torch, to_wire
+from worker.mesh.traffic import Collective
 
 _LENGTHS = struct.Struct("<IQ")
 _MAX_HEADER_BYTES = 16 << 20
@@ -48,13 +50,14 @@ class GroupAsk(Spec):
 
 
 class StageAsk(Spec):
-    """Make room for a stage of a job's model under the number `chunk`."""
+    """Make room for a stage of a job's model under the number `chunk`, shared in this form."""
 
     kind: Literal["build"] = "build"
     chunk: int
     job: str
     stage: tuple[int, int, int]
     """Index, first layer, layer after the last."""
+    form: MeshForm
 
     @property
     def spec(self) -> StageSpec:
@@ -132,11 +135,11 @@ class DeviceSpeed(Spec):
 
 
 class DeviceAnswer(Spec):
-    """An ask is carried out; it took `num_sums` sums over devices, and `num_exchanges` from each to each."""
+    """An ask is carried out; it took so many collectives over devices, and elements that came with them."""
 
     kind: Literal["answer"] = "answer"
-    num_sums: int = 0
-    num_exchanges: int = 0
+    collectives: Mapping[Collective, int] = {}
+    elements: Mapping[Collective, int] = {}
     num_tokens: int = 0
     """Valid labels of a visit that scores."""
     balance_losses: tuple[float, ...] = ()

@@ -10,33 +10,36 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, FileStore, PrefixStore
+from torch._C._distributed_c10d import Backend, FileStore, PrefixStore, Work
 from torch.distributed import ProcessGroupGloo
 
 from skein.errors import LocalError
+from worker.mesh.traffic import Collective, CollectiveCount
 
 _LONG = timedelta(days=1)
 """No patience of its own: the worker knows how long ops take, and ends whoever hangs."""
+
+
+_WORDS = {
+    Collective.SUM: "a sum",
+    Collective.GATHER: "gathering",
+    Collective.SCATTER: "a scattered sum",
+    Collective.EXCHANGE: "an exchange",
+}
 
 
 class SumBrokenError(LocalError):
     """Another device's process is gone, and with it a sum that is under way."""
 
 
-class _Work(Protocol):
-    """A collective that torch has begun."""
-
-    def wait(self) -> bool: ...
-
-
 class ArrivingRows:
     """Rows on their way to this device, and those that it sends, which must not change meanwhile."""
 
-    def __init__(self, work: _Work, arriving: Tensor, sent: Tensor) -> None:
+    def __init__(self, work: Work, arriving: Tensor, sent: Tensor) -> None:
         self._work = work
         self._arriving = arriving
         self._sent = sent
@@ -52,21 +55,47 @@ class ArrivingRows:
         return self._arriving
 
 
-class DeviceGroup:
-    """Devices that sum, gather and exchange tensors; all ask for the same in the same order."""
+class _Collectives(Protocol):
+    """A backend of torch's, with functions that its stubs do not tell."""
 
-    def __init__(self, backend: Backend, index: int, size: int) -> None:
+    def allreduce(self, tensors: list[Tensor]) -> Work: ...
+
+    def _allgather_base(self, whole: Tensor, part: Tensor) -> Work: ...
+
+    def _reduce_scatter_base(self, part: Tensor, whole: Tensor) -> Work: ...
+
+    def alltoall_base(
+        self, received: Tensor, sent: Tensor, num_received: list[int], num_sent: list[int]
+    ) -> Work: ...
+
+
+class DeviceGroup:
+    """Devices that sum tensors and gather them; all ask for the same in the same order. `traffic` counts that."""
+
+    def __init__(self, backend: _Collectives, index: int, size: int, traffic: CollectiveCount) -> None:
         self._backend = backend
+        self._traffic = traffic
         self.index = index
         self.size = size
 
     @classmethod
-    def met(cls, device: torch.device, folder: Path, *, epoch: int, index: int, size: int) -> Self:
+    def met(
+        cls,
+        device: torch.device,
+        folder: Path,
+        *,
+        epoch: int,
+        index: int,
+        size: int,
+        traffic: CollectiveCount,
+    ) -> Self:
         """The group of the first `size` devices, once all have met in `folder`; nothing there is needed then."""
         store = PrefixStore(f"e{epoch}", FileStore(str(folder / "store"), size))
-        group = cls(_BACKENDS[device.type](store, index, size), index, size)
+        backend = cast(_Collectives, _BACKENDS[device.type](store, index, size))
+        group = cls(backend, index, size, traffic)
         # Connections are made by the first sum.
         group.sum_in_place(torch.zeros(1, device=device))
+        traffic.taken()
         return group
 
     def sum_in_place(self, tensor: Tensor) -> None:
@@ -75,8 +104,8 @@ class DeviceGroup:
         Raises:
             SumBrokenError: a device is gone.
         """
-        with _broken("a sum"):
-            self._backend.allreduce([tensor]).wait()  # type: ignore[attr-defined]  # told of groups alone
+        with self._counted(Collective.SUM, 2 * tensor.numel() * (self.size - 1) // self.size):
+            self._backend.allreduce([tensor]).wait()
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Contiguous tensors of one shape of all devices, in their order, along the first dim.
@@ -85,9 +114,20 @@ class DeviceGroup:
             SumBrokenError: a device is gone.
         """
         every = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        with _broken("gathering"):
-            self._backend._allgather_base(every, tensor).wait()  # type: ignore[attr-defined]
+        with self._counted(Collective.GATHER, tensor.numel() * (self.size - 1)):
+            self._backend._allgather_base(every, tensor).wait()
         return every
+
+    def scatter_sum(self, whole: Tensor) -> Tensor:
+        """This device's part, along the first dim, of the sum of all devices' contiguous tensors.
+
+        Raises:
+            SumBrokenError: a device is gone.
+        """
+        part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
+        with self._counted(Collective.SCATTER, part.numel() * (self.size - 1)):
+            self._backend._reduce_scatter_base(part, whole).wait()
+        return part
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> ArrivingRows:
         """Begin to send so many of the contiguous rows to each device, in order, and to receive so many from each.
@@ -96,11 +136,16 @@ class DeviceGroup:
             SumBrokenError: a device is gone.
         """
         arriving = rows.new_empty((sum(received), *rows.shape[1:]))
-        with _broken("an exchange"):
-            work = self._backend.alltoall_base(  # type: ignore[attr-defined]  # as above
-                arriving, rows, list(received), list(sent)
-            )
+        num_elements = arriving[0].numel() * (sum(received) - received[self.index]) if len(arriving) else 0
+        with self._counted(Collective.EXCHANGE, num_elements):
+            work = self._backend.alltoall_base(arriving, rows, list(received), list(sent))
         return ArrivingRows(work, arriving, rows)
+
+    @contextmanager
+    def _counted(self, kind: Collective, num_elements: int) -> Iterator[None]:
+        self._traffic.count(kind, num_elements)
+        with _broken(_WORDS[kind]):
+            yield
 
 
 @contextmanager

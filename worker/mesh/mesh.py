@@ -8,6 +8,7 @@ Rules of this file
 
 import itertools
 import shutil
+import sys
 import tempfile
 import time
 from collections import deque
@@ -34,6 +35,7 @@ from worker.mesh.frames import (
     VisitAsk,
 )
 from worker.mesh.processes import DeviceProcesses, MeshLostError
+from worker.mesh.traffic import CollectiveCount
 from worker.probe import measure_device
 
 LEAST_PATIENCE_S, PATIENCE_TIMES = 3.0, 2.0
@@ -66,10 +68,10 @@ class Mesh:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.processes = DeviceProcesses(devices)
-        self.num_sums = 0
-        """Sums over all devices that were taken so far, and tensors gathered of all."""
-        self.num_exchanges = 0
-        """Exchanges of rows from each device to each so far."""
+        self.traffic = CollectiveCount()
+        """Collectives over all devices so far, as the first one tells."""
+        self.device_bytes = sys.maxsize
+        """Memory of each device, as measured last; of processors, its share of the host's."""
         self._least_patience_s = least_patience_s
         self._clock = clock
         self._size = 1
@@ -160,6 +162,7 @@ class Mesh:
         # once more: half as much again, where the host's memory is theirs too.
         own = sum(speed.memory_bytes for speed in speeds)
         is_host = self.devices[0] == "cpu"
+        self.device_bytes = min(x.memory_bytes for x in speeds) // (len(speeds) if is_host else 1)
         return Profile(
             device=f"cpu:{len(self.devices)}" if is_host else ",".join(self.devices),
             device_name=speeds[0].name,
@@ -194,8 +197,8 @@ class Mesh:
                 self._fail(index, error)
             assert isinstance(answer, DeviceAnswer)
             answers.append((answer, given))
-        self.num_sums += answers[0][0].num_sums
-        self.num_exchanges += answers[0][0].num_exchanges
+        self.traffic.counts.update(answers[0][0].collectives)
+        self.traffic.elements.update(answers[0][0].elements)
         if key is not None:
             self._longest_s[key] = max(usual_s or 0.0, self._clock() - began_s)
         return answers

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
-from worker.mesh.cuts import portion_of
+from worker.mesh.forms.cuts import portion_of
 
 
 class Arriving(Protocol):
@@ -37,27 +37,20 @@ class SumGroup(Protocol):
 
     def gather(self, tensor: Tensor) -> Tensor: ...
 
+    def scatter_sum(self, whole: Tensor) -> Tensor: ...
+
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Arriving: ...
 
 
 class Share:
     """Part of every block that is computed here: all of it without `group`.
 
-    Sums are taken in `dtype`, so that what is narrow on a device is rounded once and not at each device; `on_sum` is
-    told of each, and of what is gathered, `on_exchange` of what goes from each device to each.
+    Sums are taken in `dtype`, so that what is narrow on a device is rounded once and not at each device.
     """
 
-    def __init__(
-        self,
-        group: SumGroup | None = None,
-        dtype: torch.dtype = torch.float32,
-        on_sum: Callable[[], None] = lambda: None,
-        on_exchange: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, group: SumGroup | None = None, dtype: torch.dtype = torch.float32) -> None:
         self._group = group
         self._dtype = dtype
-        self._on_sum = on_sum
-        self._on_exchange = on_exchange
 
     @property
     def size(self) -> int:
@@ -69,6 +62,11 @@ class Share:
         """Place of this device among them."""
         return 0 if self._group is None else self._group.index
 
+    @property
+    def num_parts(self) -> int:
+        """Parts that a sequence is in between blocks' halves."""
+        return 1
+
     def rows(self, num_rows: int) -> range:
         """Rows that this device has of a matrix over the vocabulary; shares may differ by one."""
         return portion_of(num_rows, self.index, self.size)
@@ -79,7 +77,7 @@ class Share:
             return x[None]
         placed = x.new_zeros((self.size, *x.shape))
         placed[self._group.index] = x
-        return self.leave(placed)
+        return _leave(placed, self)
 
     def enter(self, x: Tensor) -> Tensor:
         """`x`, which all devices have; its gradient is the sum of theirs."""
@@ -92,20 +90,25 @@ class Share:
     def rows_of_all(self, own: Tensor) -> Tensor:
         """Rows of all devices one after the other, as they are; each gives equally many."""
         assert self._group is not None
-        self._on_sum()
         return self._group.gather(own.contiguous())
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Arriving:
         """Rows from all devices, in their order, once they have come: `received` of each, for so many `sent` to it."""
         assert self._group is not None
-        self._on_exchange()
         return self._group.exchange(rows, sent, received)
+
+    def parts(self, x: Tensor) -> Tensor:
+        """The part of `x`, which all devices have, that goes from one layer to the next: all of it."""
+        return x
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The whole of which `x` is this device's part: `x` itself."""
+        return x
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all devices, in a new tensor of the dtype of sums."""
         assert self._group is not None
         total = tensor.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
-        self._on_sum()
         self._group.sum_in_place(total)
         return total
 

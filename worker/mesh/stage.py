@@ -18,9 +18,11 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from skein.config.job import JobSpec
+from skein.plan.mesh.devices import chosen_form, device_load
+from skein.units import format_bytes
 from worker.compute.payload import DIFFERENTIABLE, GRADIENTS, crossed, crossing
-from worker.mesh.cuts import cut_of, is_held
 from worker.mesh.device import LOSS
+from worker.mesh.forms.cuts import BoundaryCut, cut_of, is_held
 from worker.mesh.frames import AddUpAsk, LoadAsk, ReturnAsk, StageAsk, SumsAsk, VisitAsk
 from worker.mesh.mesh import Mesh
 from worker.model.base import Crossing, Labels, Stage
@@ -38,11 +40,15 @@ class MeshStage:
         mesh: the devices.
         job: the module's.
         module: holds the parameters, in the host's memory; their `grad` are the accumulators.
+        slots: microbatches that are in flight at most, as far as known.
     """
 
-    def __init__(self, mesh: Mesh, job: JobSpec, module: Stage) -> None:
-        self.size = job.parallel.tensor.size_on(len(mesh.devices), job.model)
-        """Devices that share each block."""
+    def __init__(self, mesh: Mesh, job: JobSpec, module: Stage, *, slots: int = 1) -> None:
+        self._slots = slots
+        self.form = chosen_form(
+            job, module.stage, num_devices=len(mesh.devices), slots=slots, memory_bytes=mesh.device_bytes
+        )
+        """Form in which devices share the stage."""
         self._mesh = mesh
         self._job = job
         self._module = module
@@ -104,10 +110,10 @@ class MeshStage:
         if not self._has_sums:
             return
         assert self._chunk is not None
-        answers = self._mesh.ask(self.size, SumsAsk(chunk=self._chunk))
+        answers = self._mesh.ask(self.form.size, SumsAsk(chunk=self._chunk))
         for name, parameter in self._module.named_parameters():
             assert parameter.grad is not None
-            cut_of(name, self.size).add(
+            cut_of(name, self.form).add(
                 parameter.grad, [given[name] for _, given in answers if name in given]
             )
         self._has_sums = False
@@ -118,18 +124,17 @@ class MeshStage:
             self._mesh.drop_sums(self._chunk)
         self._has_sums = False
 
-    def came_back(self, ticket: int, grads: Sequence[Tensor], num_given: int) -> tuple[Tensor | None, ...]:
-        """Gradients of what a visit was given."""
+    def came_back(self, ticket: int, boundary: BoundaryCut, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of what a visit was given, from those of what it made, by name of that."""
         asked = ReturnAsk(ticket=ticket, puts_aside=self._aside is not None)
-        names = [str(index) for index in range(len(grads))]
-        _, found = self._mesh.ask(self.size, asked, dict(zip(names, grads, strict=True)))[0]
+        answers = self._mesh.ask_each([(asked, part) for part in boundary.cut(grads)])
         if self._aside is None:
             self._has_sums = True
-        return tuple(found.get(name) for name in GRADIENTS[:num_given])
+        return boundary.join([given for _, given in answers])
 
     def add_up(self, ticket: int) -> None:
         """Add what was put aside to the sums."""
-        self._mesh.ask(self.size, AddUpAsk(ticket=ticket))
+        self._mesh.ask(self.form.size, AddUpAsk(ticket=ticket))
         self._has_sums = True
 
     def _visit(
@@ -144,7 +149,8 @@ class MeshStage:
         """Tensors with gradients that the stage makes of `given`; all that it makes goes into `tensors`, by name."""
         chunk = self._ready()
         sent = crossing(given.detached(), labels=labels)
-        ticket = _Ticket(self, self._mesh) if torch.is_grad_enabled() else None
+        boundary = BoundaryCut(self.form, given.hidden.shape[1] if given.hidden.dim() > 1 else 1)
+        ticket = _Ticket(self, self._mesh, boundary) if torch.is_grad_enabled() else None
         microbatch = self.junction.microbatch
         asked = VisitAsk(
             chunk=chunk,
@@ -153,29 +159,35 @@ class MeshStage:
             scores=scores,
             num_valid=None if microbatch is None else microbatch.num_valid,
         )
-        answer, found = self._mesh.ask(self.size, asked, sent)[0]
+        answers = self._mesh.ask_each([(asked, part) for part in boundary.cut(sent)])
+        answer, found = answers[0][0], boundary.join([told for _, told in answers])
         tensors |= found
         on_answer(answer.num_tokens)
         if microbatch is not None:
             microbatch.losses += answer.balance_losses
             microbatch.num_choices += answer.num_choices
             microbatch.num_dropped += answer.num_dropped
-        made = tuple(found[name] for name in _differentiable(found))
-        return made if ticket is None else _visited(self.anchor, ticket, made, *given.differentiable)
+        names = _differentiable(found)
+        made = tuple(found[name] for name in names)
+        if ticket is None:
+            return made
+        ticket.names = names
+        return _visited(self.anchor, ticket, made, *given.differentiable)
 
     def _ready(self) -> int:
         """The chunk's number at the devices, which have the parameters as they are."""
         if self._chunk is None:
-            self._tell_idle()
-            self._mesh.form(self.size)
+            self._tell_form()
+            self._mesh.form(self.form.size)
             self._chunk = self._mesh.new_number()
             spec = self._module.stage
             self._mesh.ask(
-                self.size,
+                self.form.size,
                 StageAsk(
                     chunk=self._chunk,
                     job=self._job.model_dump_json(),
                     stage=(spec.index, spec.first, spec.stop),
+                    form=self.form,
                 ),
             )
             weakref.finalize(self, self._mesh.drop_chunk, self._chunk)
@@ -186,18 +198,23 @@ class MeshStage:
         }
         if changed:
             load = LoadAsk(chunk=self._chunk)
-            self._mesh.ask_each([(load, self._part(changed, index)) for index in range(self.size)])
+            self._mesh.ask_each([(load, self._part(changed, index)) for index in range(self.form.size)])
             self._given |= {name: _state_of(tensor) for name, tensor in changed.items()}
         return self._chunk
 
-    def _tell_idle(self) -> None:
+    def _tell_form(self) -> None:
+        stage, load = self._module.stage, device_load(self._job, self._module.stage, self.form)
+        needed, room = load.memory_bytes(self._slots), self._mesh.device_bytes
+        level = logging.INFO if needed <= room else logging.WARNING
+        sizes = f"each needs {format_bytes(needed)} of {format_bytes(room)}"
+        _log.log(level, "stage=%d on %s: %s", stage.index, self.form, sizes)
         num_devices, divisor = len(self._mesh.devices), self._job.model.tensor_divisor
-        if self.size < num_devices:
+        if self.form.size < num_devices:
             why = f"parallel.tensor.size is {self._job.parallel.tensor.size}, blocks divide into {divisor} shares"
             _log.warning(
                 "stage=%d uses %d of %d devices: %s",
-                self._module.stage.index,
-                self.size,
+                stage.index,
+                self.form.size,
                 num_devices,
                 why,
             )
@@ -205,18 +222,21 @@ class MeshStage:
     def _part(self, whole: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
         num_experts = self._job.model.num_experts
         return {
-            name: cut_of(name, self.size).part(tensor, index, self.size)
+            name: cut_of(name, self.form).part(tensor, index, self.form.size)
             for name, tensor in whole.items()
-            if is_held(name, index, self.size, num_experts)
+            if is_held(name, index, self.form.size, num_experts)
         }
 
 
 class _Ticket:
     """A visit's number at the devices; what they keep of it is dropped with this, if nobody comes back."""
 
-    def __init__(self, stage: MeshStage, mesh: Mesh) -> None:
+    def __init__(self, stage: MeshStage, mesh: Mesh, boundary: BoundaryCut) -> None:
         self.number = mesh.new_number()
+        self.names: tuple[str, ...] = ()
+        """Names of what the visit made."""
         self._stage = stage
+        self._boundary = boundary
         self._unused = weakref.finalize(self, mesh.drop_ticket, self.number)
 
     def come_back(self, grads: Sequence[Tensor], num_given: int) -> tuple[Tensor | None, ...]:
@@ -226,7 +246,8 @@ class _Ticket:
             stage._aside.append(self)
         else:
             self._unused.detach()
-        return stage.came_back(self.number, grads, num_given)
+        found = stage.came_back(self.number, self._boundary, dict(zip(self.names, grads, strict=True)))
+        return tuple(found.get(name) for name in GRADIENTS[:num_given])
 
     def add_up(self, anchor: Tensor) -> Tensor:
         """Add what was put aside to the sums; the gradient of `anchor`, which has no elements."""

@@ -186,7 +186,8 @@ class DecoderStage(Stage):
         if self.embeds:
             assert self.model.embed_tokens is not None
             x = self.model.embed_tokens(x)
-        cos, sin = self.get_buffer("cos")[: x.shape[1]], self.get_buffer("sin")[: x.shape[1]]
+        num_tokens = x.shape[1] * self._share.num_parts
+        cos, sin = self.get_buffer("cos")[:num_tokens], self.get_buffer("sin")[:num_tokens]
         for block in self.model.layers.values():
             x = block(x, cos, sin)
         return x

@@ -42,6 +42,7 @@ class ShardedDecoderStage(Stage):
         super().__init__(model, stage, num_layers=inner.stop + 1 + len(blocks), precision=precision)
         dtype = parameter_dtype(precision)
         self.shape = shape
+        self._share = share
         self.model = _Held()
         self.lm_head: Rows | None = None
         self._takes_samples = stage.first == 0
@@ -109,8 +110,9 @@ class ShardedDecoderStage(Stage):
             if not self._scores:
                 return passed
             assert labels is not None, "rows are scored without labels"
-            x, scores = self._rows.score(passed.hidden, passed.scores, labels, product_dtype(self.precision))
-            return Crossing(x, scores=scores)
+            hidden = self._share.joined(passed.hidden)
+            x, scores = self._rows.score(hidden, passed.scores, labels, product_dtype(self.precision))
+            return Crossing(self._share.parts(x), scores=scores)
 
     def score(self, given: Crossing, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, int]:
         assert weights is None, "samples of text count alike"
@@ -133,9 +135,12 @@ class ShardedDecoderStage(Stage):
             assert tokens is not None, "rows are looked up without tokens"
             if self._takes_samples:
                 x = rows.weights[0].new_zeros((*tokens.shape, self.shape.hidden_size))
-            x = rows.embed(x, tokens)
+            else:
+                x = self._share.joined(x)
+            x = self._share.parts(rows.embed(x, tokens))
         if self.model.layers:
-            cos, sin = self.get_buffer("cos")[: x.shape[1]], self.get_buffer("sin")[: x.shape[1]]
+            num_tokens = x.shape[1] * self._share.num_parts
+            cos, sin = self.get_buffer("cos")[:num_tokens], self.get_buffer("sin")[:num_tokens]
             for block in self.model.layers.values():
                 x = block(x, cos, sin)
         if self.model.norm is not None:

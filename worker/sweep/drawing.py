@@ -10,7 +10,13 @@ from worker.sweep.chunk import ArrayChunk
 
 
 def drawn_chunk(
-    job: JobSpec, stage: StageSpec, *, version: Step, device: torch.device, mesh: Mesh | None = None
+    job: JobSpec,
+    stage: StageSpec,
+    *,
+    version: Step,
+    device: torch.device,
+    mesh: Mesh | None = None,
+    slots: int = 1,
 ) -> Chunk:
     """The stage as the job's seed draws it, or its rows' seeds; with a mesh, its functions are computed there.
 
@@ -18,4 +24,4 @@ def drawn_chunk(
     """
     if isinstance(job, ArrayJob):
         return ArrayChunk.drawn_rows(job, stage, version=version, device=device)
-    return Chunk.drawn(job, stage, version=version, device=device, mesh=mesh)
+    return Chunk.drawn(job, stage, version=version, device=device, mesh=mesh, slots=slots)

@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from skein.config.job import TensorSpec
+from skein.config.mesh.tensor import TensorSpec
 from skein.errors import UserError
 from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
 from skein.model.sparse.experts import ExpertPlacement
 from skein.model.sparse.model import SparseModel
 from skein.model.sparse.routing import DropOrder, RoutingSpec
-from tests.worker.mesh.test_stage import ROUNDING, assert_same_sums, job_of, sums, zeroed
+from tests.worker.mesh.test_stage import ROUNDING, assert_same_sums, counted, job_of, sums, zeroed
 from tests.worker.model.builders import NUM_TOKENS, assert_near, part, samples, whole
 from worker.mesh.mesh import Mesh
 from worker.mesh.stage import MeshStage
+from worker.mesh.traffic import Collective
 from worker.model.base import Crossing, Stage
 from worker.model.pending import add_up
 from worker.model.sparse.junction import RoutedMicrobatch
@@ -117,16 +118,18 @@ def test_blocks_of_experts_give_what_they_give_on_one_device(
     # Of five tokens the last of four devices has none.
     x = torch.randn(1, num_tokens, 32, dtype=torch.float64)
     given = [Crossing(x.clone()).followed(is_sample=False) for _ in range(2)]
-    before = four.num_sums, four.num_exchanges
+    each_way = {Collective.SUM: 2, Collective.GATHER: 2, Collective.EXCHANGE: 2 * 2}
+    before = counted(four)
     with stage.junction.visited(NUM_VALID):
         found = stage.onward(given[0], None).hidden
     with alone.junction.visited(NUM_VALID):
         wanted = alone.onward(given[1], None).hidden
     assert_near(found.detach(), wanted.detach(), tolerance=ROUNDING)
-    assert (four.num_sums, four.num_exchanges) == (before[0] + 2 * 2, before[1] + 2 * 2)
+    assert counted(four, before) == each_way
+    before = counted(four)
     torch.autograd.backward(found, wanted.detach())
     torch.autograd.backward(wanted, wanted.detach())
-    assert (four.num_sums, four.num_exchanges) == (before[0] + 4 * 2, before[1] + 4 * 2)
+    assert counted(four, before) == each_way
     assert given[1].hidden.grad is not None
     assert_near(given[0].hidden.grad, given[1].hidden.grad, tolerance=GRADIENT_ROUNDING)
     stage.gather_sums()

@@ -11,6 +11,7 @@ from skein.model.sparse.routing import RoutingSpec
 from skein.types import Layout
 from tests.worker.lab import Lab, sparse_job, tiny_job
 from worker.mesh.mesh import Mesh
+from worker.mesh.traffic import Collective
 
 NUM_STEPS = 4
 
@@ -54,9 +55,9 @@ def test_meshes_and_single_devices_step_alike(
 ) -> None:
     job: JobSpec = tiny_job(text, layout=layout, replicas=replicas, is_tied=is_tied)
     labs += [Lab(job, num_holders=num_holders, meshes=meshes) for meshes in ({}, dict.fromkeys(meshed, two))]
-    before = two.num_sums
+    before = two.traffic.counts.total()
     wanted, found = [curve(lab) for lab in labs]
-    assert two.num_sums > before
+    assert two.traffic.counts.total() > before
     # Float64 sums in another order, over so few steps.
     assert found == pytest.approx(wanted, rel=1e-10)
 
@@ -66,9 +67,9 @@ def test_experts_on_a_device_of_a_mesh_are_balanced_as_without(
 ) -> None:
     job = sparse_job(text)
     labs += [Lab(job), Lab(job, meshes={"w00": two})]
-    before = two.num_sums
+    before = two.traffic.counts.total()
     wanted, found = [curve(lab) for lab in labs]
-    assert two.num_sums == before, "experts are on one device"
+    assert two.traffic.counts.total() == before, "experts are on one device"
     assert found == pytest.approx(wanted, rel=1e-10)
 
 
@@ -85,9 +86,9 @@ def test_experts_in_parts_over_a_mesh_train_like_those_of_one_device(
         text, stages=stages, num_chosen=num_chosen, routing=routing, placement=ExpertPlacement.MESH
     )
     labs += [Lab(job), Lab(job, meshes={"w00": two})]
-    before = two.num_exchanges
+    before = two.traffic.counts[Collective.EXCHANGE]
     wanted, found = ([lab.step(step) for step in range(NUM_SPARSE_STEPS)] for lab in labs)
-    assert two.num_exchanges > before
+    assert two.traffic.counts[Collective.EXCHANGE] > before
     for one, other in zip(wanted, found, strict=True):
         # Float64 sums in another order, over twelve steps.
         assert (other.loss, other.gradient_norm) == pytest.approx((one.loss, one.gradient_norm), rel=1e-9)

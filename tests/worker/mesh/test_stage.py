@@ -1,6 +1,7 @@
 """Stages on the devices of a mesh, in real processes over gloo, against the same stages on one device."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 
@@ -21,6 +22,7 @@ from tests.worker.model.builders import MODELS, NUM_TOKENS, assert_near, part, s
 from worker.compute.chunk import Chunk
 from worker.mesh.mesh import Mesh
 from worker.mesh.stage import MeshStage
+from worker.mesh.traffic import Collective
 from worker.model.base import Crossing, Stage
 from worker.model.pending import add_up
 
@@ -36,10 +38,15 @@ def four() -> Iterator[Mesh]:
     mesh.close()
 
 
-def job_of(model: AnyModel, size: int = 4, parallel: ParallelSpec | None = None) -> JobSpec:
-    given = (parallel or ParallelSpec()).model_copy(update={"tensor": TensorSpec(size=size)})
-    if model.tensor_divisor % size:
+def job_of(
+    model: AnyModel, size: int = 4, parallel: ParallelSpec | None = None, *, in_sequence: bool = False
+) -> JobSpec:
+    tensor = TensorSpec(size=size, sequence_parallel=in_sequence)
+    given = (parallel or ParallelSpec()).model_copy(update={"tensor": tensor})
+    if model.tensor_divisor == 1:
         given = given.model_copy(update={"tensor": TensorSpec()})
+    elif model.tensor_divisor % size:
+        given = given.model_copy(update={"tensor": tensor.model_copy(update={"size": "auto"})})
     return JobSpec.model_validate(
         {
             "name": "shared",
@@ -68,11 +75,14 @@ def assert_same_sums(found: Stage, wanted: Stage) -> None:
         assert_near(gradient, expected[name], tolerance=ROUNDING, what=name)
 
 
+@pytest.mark.parametrize("in_sequence", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_devices_together_give_the_loss_and_gradients_of_one(four: Mesh, name: str, size: int) -> None:
+def test_devices_together_give_the_loss_and_gradients_of_one(
+    four: Mesh, name: str, size: int, in_sequence: bool
+) -> None:
     model = MODELS[name]
-    job = job_of(model, size)
+    job = job_of(model, size, in_sequence=in_sequence)
     alone, shared = zeroed(whole(model)), zeroed(whole(model))
     stage = MeshStage(four, job, shared)
     x, labels = samples(model)
@@ -94,48 +104,79 @@ def test_devices_together_give_the_loss_and_gradients_of_one(four: Mesh, name: s
         assert_near(after, alone.score(Crossing(x), labels)[0], tolerance=ROUNDING)
 
 
-def test_a_vocabulary_costs_two_sums_forward_and_one_backward(four: Mesh) -> None:
+def counted(mesh: Mesh, before: Mapping[Collective, int] | None = None) -> dict[Collective, int]:
+    """Collectives of the mesh so far, or since."""
+    return dict(mesh.traffic.counts - Counter(before or {}))
+
+
+SUM, GATHER, SCATTER = Collective.SUM, Collective.GATHER, Collective.SCATTER
+
+
+@pytest.mark.parametrize(
+    ("in_sequence", "there", "back"),
+    [
+        pytest.param(False, {SUM: 2 * 2 + 2}, {SUM: 2 * 2 + 1}, id="whole"),
+        pytest.param(
+            True,
+            {SUM: 1, GATHER: 2 * 2 + 1, SCATTER: 2 * 2 + 1},
+            {GATHER: 2 * 2 + 1, SCATTER: 2 * 2 + 1},
+            id="in parts",
+        ),
+    ],
+)
+def test_a_vocabulary_costs_a_sum_where_it_is_looked_up_and_two_where_it_is_scored(
+    four: Mesh, in_sequence: bool, there: dict[Collective, int], back: dict[Collective, int]
+) -> None:
     model = MODELS["untied"]
-    stage = MeshStage(four, job_of(model, 2), zeroed(whole(model)))
+    stage = MeshStage(four, job_of(model, 2, in_sequence=in_sequence), zeroed(whole(model)))
     x, labels = samples(model)
-    before = four.num_sums
+    before = counted(four)
     total, _ = stage.score(Crossing(x), labels)
-    assert four.num_sums - before == 2 * 2 + 2, "two blocks, the rows looked up and those scored"
-    before = four.num_sums
+    assert counted(four, before) == there, "two blocks, the rows looked up and those scored"
+    before = counted(four)
     torch.autograd.backward(total)
-    assert four.num_sums - before == 2 * 2 + 1
+    assert counted(four, before) == back
 
 
+@pytest.mark.parametrize("num_tokens", [NUM_TOKENS, NUM_TOKENS - 3, 1])
+@pytest.mark.parametrize("in_sequence", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_block_costs_two_sums_each_way(four: Mesh, size: int) -> None:
+def test_a_block_costs_two_sums_each_way_or_two_gathers_and_two_scatters(
+    four: Mesh, size: int, in_sequence: bool, num_tokens: int
+) -> None:
     model = MODELS["no_groups"]
     inner = zeroed(part(model, 1, 3))
-    stage = MeshStage(four, job_of(model, size), inner)
-    x = torch.randn(3, NUM_TOKENS, 32, dtype=torch.float64)
+    stage = MeshStage(four, job_of(model, size, in_sequence=in_sequence), inner)
+    x = torch.randn(3, num_tokens, 32, dtype=torch.float64)
     given = Crossing(x).followed(is_sample=False)
-    before = four.num_sums
+    each_way = {GATHER: 2 * 2, SCATTER: 2 * 2} if in_sequence else {SUM: 2 * 2}
+    before, had = counted(four), four.traffic.elements.total()
     y = stage.onward(given, None)
-    assert four.num_sums - before == 2 * 2, "two blocks, two sums each"
-    before = four.num_sums
+    assert counted(four, before) == each_way, "two blocks"
+    # Sums are as many elements as gathers and scatters, but for what pads a sequence.
+    num_padded = -(-num_tokens // size) * size if in_sequence else num_tokens
+    assert four.traffic.elements.total() - had == 4 * 2 * (3 * num_padded * 32) * (size - 1) // size
+    before = counted(four)
     torch.autograd.backward(y.differentiable, [torch.ones_like(y.hidden)])
-    assert four.num_sums - before == 2 * 2
+    assert counted(four, before) == each_way
     assert given.hidden.grad is not None
 
     alone = zeroed(part(model, 1, 3))
     other = Crossing(x.detach().clone()).followed(is_sample=False)
     wanted = alone.onward(other, None)
     torch.autograd.backward(wanted.differentiable, [torch.ones_like(y.hidden)])
+    assert y.hidden.shape == wanted.hidden.shape
     assert_near(y.hidden.detach(), wanted.hidden.detach(), tolerance=ROUNDING)
     assert_near(given.hidden.grad, other.hidden.grad, tolerance=ROUNDING)  # type: ignore[arg-type]
     stage.gather_sums()
     assert_same_sums(inner, alone)
 
 
-@pytest.mark.parametrize("name", ["no_groups", "qwen3"])
-def test_what_is_put_aside_is_in_no_sum_until_it_is_added(four: Mesh, name: str) -> None:
+@pytest.mark.parametrize(("name", "in_sequence"), [("no_groups", False), ("qwen3", True)])
+def test_what_is_put_aside_is_in_no_sum_until_it_is_added(four: Mesh, name: str, in_sequence: bool) -> None:
     model = MODELS[name]
     alone, shared = zeroed(part(model, 1, 4)), zeroed(part(model, 1, 4))
-    stage = MeshStage(four, job_of(model, 2), shared)
+    stage = MeshStage(four, job_of(model, 2, in_sequence=in_sequence), shared)
     x, (_, labels) = torch.randn(3, NUM_TOKENS, 32, dtype=torch.float64), samples(model)
     given = [Crossing(x.clone()).followed(is_sample=False) for _ in range(2)]
     aside = stage.put_aside(stage.score(given[0], labels)[:1])
@@ -171,8 +212,11 @@ def test_what_nobody_comes_back_for_is_in_no_sum(four: Mesh) -> None:
         assert torch.equal(gradient, 2 * once[name]), name
 
 
+@pytest.mark.parametrize("in_sequence", [False, True])
 @pytest.mark.parametrize("split", [VocabularySplit.OUTPUT, VocabularySplit.BOTH])
-def test_rows_of_a_vocabulary_and_blocks_are_on_the_same_devices(four: Mesh, split: VocabularySplit) -> None:
+def test_rows_of_a_vocabulary_and_blocks_are_on_the_same_devices(
+    four: Mesh, split: VocabularySplit, in_sequence: bool
+) -> None:
     parallel = ParallelSpec(vocabulary=VocabularySpec(split=split))
     model = job_of(MODELS["untied"], 2, parallel).model
     # Within the input's rows, and within the output's.
@@ -200,7 +244,8 @@ def test_rows_of_a_vocabulary_and_blocks_are_on_the_same_devices(four: Mesh, spl
         return [zeroed(part(model, a, b)) for a, b in pairwise(bounds)]
 
     alone, shared = stages(), stages()
-    meshed = [MeshStage(four, job_of(MODELS["untied"], 2, parallel), module) for module in shared]
+    job = job_of(MODELS["untied"], 2, parallel, in_sequence=in_sequence)
+    meshed = [MeshStage(four, job, module) for module in shared]
     assert_near(run(meshed), run(alone), tolerance=ROUNDING)
     for stage, found, wanted in zip(meshed, shared, alone, strict=True):
         stage.gather_sums()
@@ -225,7 +270,7 @@ def test_state_of_a_mesh_goes_to_one_device_and_to_four_and_all_go_on_alike(four
     x, labels = samples(model)
     first = drawn(job_of(model, 2), mesh=four)
     step(first)
-    chunks = [drawn(job_of(model, 2)), drawn(job_of(model, 4), mesh=four)]
+    chunks = [drawn(job_of(model, 2)), drawn(job_of(model, 4, in_sequence=True), mesh=four)]
     for chunk in chunks:
         chunk.load_state(first.copy_state(), version=first.version)
         for name, tensor in chunk.copy_state().items():

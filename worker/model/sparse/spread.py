@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
-from worker.mesh.cuts import portion_of
+from worker.mesh.forms.cuts import portion_of
 from worker.mesh.share import Arriving, Share
 from worker.mesh.tokens import TokenShare
 from worker.model.ops import matrix_gradient

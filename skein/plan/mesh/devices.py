@@ -1,0 +1,148 @@
+"""Memory that each device of a mesh needs for a stage, and bytes that come to it, by form; and which form is taken.
+
+Activations are those that autograd keeps from forward to backward, each tensor once, as of `skein.model.layers`; what
+comes to a device is counted at the least that any algorithm of its collectives needs.
+
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, Section 4.2, with what
+our functions keep in place of its table.
+"""
+
+import math
+from dataclasses import dataclass
+
+from skein.config.job import JobSpec
+from skein.config.mesh.tensor import MeshForm
+from skein.model.decoder import NUM_SCORES, DecoderModel, decoder_shape
+from skein.model.layers import LABEL_BYTES, Shapes, layers_of
+from skein.model.rows import VocabularySplit
+from skein.types import StageSpec
+
+_DEVICE_COPIES = 2
+"""Copies of each parameter on a device: itself and its gradient; the rest is the worker's."""
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLoad:
+    """Load of one device that shares a stage: bytes of memory, alone and of each microbatch in flight, and of traffic.
+
+    `received_bytes` come from other devices for a microbatch, there and back.
+    """
+
+    fixed_bytes: int
+    slot_bytes: int
+    received_bytes: int
+
+    def memory_bytes(self, slots: int) -> int:
+        """Bytes that the stage takes with so many microbatches in flight."""
+        return self.fixed_bytes + slots * self.slot_bytes
+
+
+def device_load(job: JobSpec, stage: StageSpec, form: MeshForm) -> DeviceLoad:
+    """Load of the device that has most of a stage; of a family that is not shared, all of it.
+
+    Of experts that are spread it is about that; what is exchanged for them is not counted.
+    """
+    model = job.model.shared(form.size)
+    samples, word = job.batch.microbatch_samples, job.precision.word_bytes
+    tokens = job.data.sequence_tokens
+    costs = layers_of(model, sequence_tokens=tokens, precision=job.precision)[stage.first : stage.stop]
+    layers = model.layer_parameters()[stage.first : stage.stop]
+    held = {name: sizes for layer in layers for name, sizes in layer.items()}
+    kept_bytes = sum(x.activation_bytes for x in costs) + costs[-1].output_bytes
+    received_bytes = 0
+    if isinstance(model, DecoderModel) and form.size > 1:
+        ends = _Ends(job=job, model=model, stage=stage, form=form)
+        of_layers = sum(x.activation_bytes for x in costs[: len(costs) - ends.has_head]) // tokens
+        tokens = form.padded_tokens(tokens)
+        kept_bytes = tokens * (of_layers + ends.kept_bytes)
+        received_bytes = samples * tokens * ends.received_bytes
+    return DeviceLoad(
+        fixed_bytes=_DEVICE_COPIES * word * _num_held(held, form, model.num_experts),
+        slot_bytes=samples * kept_bytes,
+        received_bytes=received_bytes,
+    )
+
+
+def chosen_form(
+    job: JobSpec, stage: StageSpec, *, num_devices: int, slots: int, memory_bytes: int
+) -> MeshForm:
+    """Form in which so many devices, with so much memory each, share a stage.
+
+    Of those that fit the one that carries least, and of those alike the first of `TensorSpec.forms_on`; where none
+    fits, the one that needs least memory.
+    """
+    forms = list(job.parallel.tensor.forms_on(num_devices, job.model))
+    loads = {form: device_load(job, stage, form) for form in forms}
+    fitting = [form for form in forms if loads[form].memory_bytes(slots) <= memory_bytes]
+    if fitting:
+        return min(fitting, key=lambda form: loads[form].received_bytes)
+    return min(forms, key=lambda form: loads[form].memory_bytes(slots))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ends:
+    """Cost of a stage of a decoder on several devices beyond its layers' functions; bytes of a token."""
+
+    job: JobSpec
+    model: DecoderModel
+    stage: StageSpec
+    form: MeshForm
+
+    @property
+    def num_blocks(self) -> int:
+        inner = self.model.inner_layers
+        return len(range(max(self.stage.first, inner.start), min(self.stage.stop, inner.stop)))
+
+    @property
+    def has_head(self) -> bool:
+        """Whether each device has some rows of a whole head."""
+        is_whole = self.model.vocabulary_split is VocabularySplit.OFF
+        return is_whole and self.stage.stop > self.model.inner_layers.stop
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether each device has some rows of a whole embedding."""
+        return self.stage.first == 0 and self.model.vocabulary_split is not VocabularySplit.BOTH
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the head, or of the output; less what other devices have of norms' inputs and scales."""
+        hidden, word, size = (
+            decoder_shape(self.model).hidden_size,
+            self.job.precision.word_bytes,
+            self.form.size,
+        )
+        row = (hidden + 1) * word
+        num_norms = 2 * self.num_blocks + self.has_head
+        spared = math.ceil(row * num_norms * (size - 1) / size) if self.form.in_sequence else 0
+        if (experts := self.model.experts) is not None:
+            # About: each device has other tokens, and as many of each expert as come.
+            spared += self.num_blocks * experts.activation_bytes(self.job.precision) * (size - 1) // size
+        if not self.has_head:
+            return hidden * word // (size if self.form.in_sequence else 1) - spared
+        # The norm's result in the dtype of sums; own scores, those of all with their normaliser, labels and a mask.
+        return row + hidden * word + (NUM_SCORES + NUM_SCORES * size + 1) * word + LABEL_BYTES + 1 - spared
+
+    @property
+    def received_bytes(self) -> int:
+        """There and back: sums are of words, what is gathered for products is of their dtype."""
+        hidden, size, precision = decoder_shape(self.model).hidden_size, self.form.size, self.job.precision
+        word, product = precision.word_bytes, precision.product_bytes
+        summed = 8 * word if not self.form.in_sequence else 4 * (word + product)
+        numbers = hidden * (self.num_blocks * summed + 2 * word * (self.has_rows + self.has_head))
+        scores = self.has_head * 2 * word * NUM_SCORES * size
+        return (numbers + scores) * (size - 1) // size
+
+
+def _num_held(held: Shapes, form: MeshForm, num_experts: int) -> int:
+    """Numbers in all parameters of a device; the vocabulary is cut by rows, experts are whole on one device each."""
+    num_held = 0
+    for name, sizes in held.items():
+        num = math.prod(sizes)
+        if name in _VOCABULARY:
+            num = -(-sizes[0] // form.size) * math.prod(sizes[1:])
+        elif ".experts." in name:
+            num = num * -(-num_experts // form.size) // num_experts
+        num_held += num
+    return num_held

@@ -1,0 +1,38 @@
+"""Collectives that the devices of a mesh have carried out together, counted by kind."""
+
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class Collective(StrEnum):
+    """An operation of all devices on one tensor of each."""
+
+    SUM = "sum"
+    """All have the sum."""
+    GATHER = "gather"
+    """All have the parts of all."""
+    SCATTER = "scatter"
+    """Each has its part of the sum."""
+    EXCHANGE = "exchange"
+    """Each has rows from each."""
+
+
+class CollectiveCount:
+    """Number of collectives of one device, and of elements that came to it with them at least, by kind."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Collective] = Counter()
+        self.elements: Counter[Collective] = Counter()
+
+    def count(self, kind: Collective, num_elements: int) -> None:
+        """Add one."""
+        self.counts[kind] += 1
+        self.elements[kind] += num_elements
+
+    def taken(self) -> tuple[Mapping[Collective, int], Mapping[Collective, int]]:
+        """Both, since this was asked last."""
+        found = dict(self.counts), dict(self.elements)
+        self.counts.clear()
+        self.elements.clear()
+        return found
