@@ -21,6 +21,7 @@ from skein.config.mesh.tensor import TensorSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec
 from skein.config.resources import ResourcesSpec
 from skein.config.sweep.rows import ArrayRow, ArraySpec
+from skein.config.sweep.spec import SweepSpec
 from skein.errors import LocalError, UserError
 from skein.model.layers import LayerSpec, layers_of
 from skein.model.rows import VocabularySpec, VocabularySplit
@@ -242,6 +243,8 @@ class JobSpec(Spec):
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Jobs with a higher one get workers first, and may have others saved and set aside."""
     resources: ResourcesSpec = ResourcesSpec()
+    sweep: SweepSpec | None = None
+    """Trials to make of the job, side by side on all workers that hold a whole model: see docs/sweeps.md."""
 
     @model_validator(mode="after")
     def _check(self) -> "JobSpec":

@@ -17,6 +17,7 @@ from skein.model.decoder import DecoderModel
 from skein.model.layers import tied_names
 from skein.plan.cut import check_job
 from skein.plan.paths import widest_jump
+from skein.plan.sweeping.checking import check_sweep
 from skein.topology.stability import Stable, Verdict, verdict
 
 _MOST_JUDGED = 64
@@ -45,6 +46,7 @@ def check_admissible(job: JobSpec) -> None:
     _check_ties(job)
     if job.aggregation.neighbourhood is not None:
         _check_stability(job, job.aggregation.neighbourhood)
+    check_sweep(job, check_admissible)
 
 
 def momentum_of(optimizer: OptimizerSpec) -> float:

@@ -28,6 +28,7 @@ def array_job(trial: JobSpec, array: ArraySpec, *, round_steps: int) -> ArrayJob
         "aggregation": AllReduce(),
         "checks": ChecksSpec(),
         "on_divergence": "ignore",
+        "sweep": None,
         "resources": trial.resources.model_copy(update={"min_workers": 1, "max_workers": 1}),
     }
     fields = {name: getattr(trial, name) for name in JobSpec.model_fields}

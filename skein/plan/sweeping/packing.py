@@ -1,0 +1,102 @@
+"""Arrays that the trials of a sweep are packed into: those that differ in numbers only may be rows of one.
+
+Rules of this file
+- What parts two trials is what makes one operator of theirs unlike the other's: shapes, batches, precision, an
+  optimizer's kind and its flags. Rates, decays, schedules, clips and seeds do not.
+- The same trials on as many workers are packed the same way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+
+from pydantic import JsonValue
+
+from skein.config.job import JobSpec
+from skein.config.optimizer import SgdSpec
+from skein.config.sweep.trials import SweepTrial, trials_of
+
+MOST_ROWS = 1
+"""Rows of an array."""
+_NUMBERS = frozenset(
+    {
+        "betas",
+        "clip_norm",
+        "drop_every_steps",
+        "drop_ratio",
+        "eps",
+        "final_learning_rate_ratio",
+        "learning_rate",
+        "max_ratio",
+        "min_ratio",
+        "momentum",
+        "rho",
+        "schedule",
+        "warmup_steps",
+        "weight_decay",
+    }
+)
+"""Settings of an optimizer that each row has for itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """Part of a trial's job that rows of one array share, as dotted keys and their values."""
+
+    shared: tuple[tuple[str, str], ...]
+
+    def differs_in(self, other: "Parting") -> tuple[str, ...]:
+        """Keys that part two trials, sorted."""
+        ours, theirs = dict(self.shared), dict(other.shared)
+        return tuple(sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)))
+
+
+def parting(trial: SweepTrial) -> Parting:
+    """Keys and values that a trial shares with all that may be rows beside it."""
+    job = trial.job
+    document: dict[str, JsonValue] = job.model_dump(mode="json", exclude={"seed"})
+    document["optimizer"] = job.optimizer.model_dump(mode="json", exclude=set(_NUMBERS))
+    if isinstance(job.optimizer, SgdSpec):
+        # Without a momentum there is no state for one.
+        document["optimizer.momentum"] = job.optimizer.momentum > 0
+    return Parting(shared=tuple(sorted(_flat(document, ""))))
+
+
+def _flat(value: JsonValue, key: str) -> list[tuple[str, str]]:
+    if not isinstance(value, dict):
+        return [(key, repr(value))]
+    return [x for name, inner in value.items() for x in _flat(inner, f"{key}.{name}" if key else name)]
+
+
+def alike(trials: Sequence[SweepTrial]) -> tuple[tuple[SweepTrial, ...], ...]:
+    """Trials in groups that may be rows of one array, in the order of each one's first."""
+    groups: dict[Parting, list[SweepTrial]] = {}
+    for trial in trials:
+        groups.setdefault(parting(trial), []).append(trial)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def packed(
+    trials: Sequence[SweepTrial], *, most_rows: int, num_workers: int
+) -> tuple[tuple[SweepTrial, ...], ...]:
+    """Arrays of the trials: as few as keep all workers busy, each of at most so many rows, as equal as can be.
+
+    Args:
+        trials: in any order; rows keep it.
+        most_rows: of an array.
+        num_workers: that hold a whole model.
+    """
+    arrays: list[tuple[SweepTrial, ...]] = []
+    for group in alike(trials):
+        share = ceil(num_workers * len(group) / len(trials))
+        num_arrays = min(len(group), max(share, ceil(len(group) / most_rows)))
+        starts = [len(group) * place // num_arrays for place in range(num_arrays + 1)]
+        arrays += [group[a:b] for a, b in pairwise(starts)]
+    return tuple(arrays)
+
+
+def sweep_arrays(job: JobSpec, *, num_workers: int) -> tuple[tuple[SweepTrial, ...], ...]:
+    """Arrays of all trials of a job's sweep, as they would be made for so many workers; none without a sweep."""
+    trials = trials_of(job)
+    return packed(trials, most_rows=MOST_ROWS, num_workers=num_workers) if trials else ()

@@ -1,0 +1,69 @@
+"""Arrays that trials are packed into."""
+
+import pytest
+
+from skein.config.load import parse_job
+from skein.config.sweep.trials import SweepTrial, trials_of
+from skein.plan.sweeping.packing import alike, packed, parting
+
+JOB = """
+name: rates
+model: {family: mlp, widths: [64, 32, 10]}
+data: {sources: [{format: digits}]}
+parallel: {stages: 1}
+budget: {steps: 50}
+sweep:
+  space:
+"""
+
+
+def trials(*space: str) -> tuple[SweepTrial, ...]:
+    lines = "".join(f"    {line}\n" for line in space)
+    return trials_of(parse_job(JOB + lines, origin="job.yaml"))
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        "optimizer.learning_rate: [0.1, 0.01]",
+        "optimizer.betas: [[0.9, 0.95], [0.8, 0.99]]",
+        "optimizer.schedule: [cosine, linear]",
+        "optimizer.clip_norm: [1.0, null]",
+        "optimizer.weight_decay: [0, 0.1]",
+        "optimizer.warmup_steps: [0, 10]",
+        "seed: [1, 2]",
+    ],
+)
+def test_trials_that_differ_in_numbers_may_be_rows_of_one_array(space: str) -> None:
+    assert [len(group) for group in alike(trials(space))] == [2]
+
+
+@pytest.mark.parametrize(
+    ("space", "key"),
+    [
+        ("optimizer.name: [adamw, sgd]", "optimizer.name"),
+        ("batch.samples: [32, 64]", "batch.samples"),
+        ("model.widths: [[64, 32, 10], [64, 16, 10]]", "model.widths"),
+        ("precision: [fp32, fp64]", "precision"),
+        ("budget.steps: [20, 30]", "budget.steps"),
+    ],
+)
+def test_what_makes_operators_unlike_parts_trials(space: str, key: str) -> None:
+    one, other = trials(space)
+    assert key in parting(one).differs_in(parting(other))
+    assert packed((one, other), most_rows=8, num_workers=1) == ((one,), (other,))
+
+
+def test_a_momentum_parts_trials_from_those_without_and_flags_do() -> None:
+    sgd = "optimizer.name: [sgd]"
+    assert len(alike(trials(sgd, "optimizer.momentum: [0, 0.8, 0.9]"))) == 2
+    assert len(alike(trials(sgd, "optimizer.nesterov: [true, false]"))) == 2
+
+
+def test_arrays_are_as_equal_as_can_be_and_keep_all_workers_busy() -> None:
+    many = trials("seed: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]")
+    assert [len(x) for x in packed(many, most_rows=16, num_workers=1)] == [10]
+    assert [len(x) for x in packed(many, most_rows=16, num_workers=3)] == [3, 3, 4]
+    assert [len(x) for x in packed(many, most_rows=4, num_workers=1)] == [3, 3, 4]
+    assert [len(x) for x in packed(many, most_rows=4, num_workers=99)] == [1] * 10
+    assert [trial for array in packed(many, most_rows=4, num_workers=2) for trial in array] == [*many]
