@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from client.connection import DEFAULT_TARGET, PATIENCE_S, Connection
 from client.exporting.card import model_card
@@ -23,6 +23,7 @@ from client.exporting.download import OnBytes, fetch_weights, weight_prefixes
 from client.exporting.export import Dtype, require_unused, write_huggingface
 from client.exporting.vocabulary import vocabulary_of
 from client.jobfile import prepare_job, read_job, read_job_text
+from skein.config.explain import Words
 from skein.config.job import JobSpec, read_spec
 from skein.errors import UserError
 from skein.protocol.log.records import Incident
@@ -249,6 +250,7 @@ class AsyncClient:
         out: Path,
         *,
         version: int | None = None,
+        trial: int | Literal["best"] | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         dtype: Dtype = Dtype.FP32,
         on_bytes: OnBytes | None = None,
@@ -261,6 +263,7 @@ class AsyncClient:
             job: whose.
             out: a directory that does not exist, or is empty.
             version: after how many steps; by default the newest checkpoint.
+            trial: of a sweep, by number, or the best one.
             max_shard_bytes: size of the weight files.
             dtype: of the weights.
             on_bytes: told how many bytes of how many were downloaded, whenever there are more.
@@ -271,25 +274,29 @@ class AsyncClient:
             RemoteError: a file is not what was saved.
         """
         require_unused("out", out)  # not only after the download
-        request = checkpoint_pb2.ManifestRequest(job=job, version=version)
+        status = await self.job(job).status()
+        array, row = _array_of(status, trial)
+        request = checkpoint_pb2.ManifestRequest(job=array, version=version)
         manifest = codec.MANIFEST_REPLY.decode(
             await self._connection.call(lambda at: at.checkpoint.Manifest, request)
         )
-        spec, status = read_spec(manifest.spec), await self.job(job).status()
+        spec = read_spec(manifest.spec)
         vocabulary = await asyncio.to_thread(vocabulary_of, spec)
         has_tokenizer = "tokenizer_config.json" in vocabulary.files
         card = model_card(manifest, spec, status, dtype=dtype.in_torch, has_tokenizer=has_tokenizer)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=out.parent, prefix=".download-") as folder:
-                paths = await fetch_weights(self._connection, manifest, spec, Path(folder), on_bytes=on_bytes)
+                paths = await fetch_weights(
+                    self._connection, manifest, spec, Path(folder), row=row, on_bytes=on_bytes
+                )
                 files = await asyncio.to_thread(
                     write_huggingface,
                     paths,
                     spec.model,
                     out,
                     max_shard_bytes=max_shard_bytes,
-                    prefixes=weight_prefixes(manifest, spec),
+                    prefixes=weight_prefixes(manifest, spec, row),
                     dtype=dtype,
                     beside={"README.md": card.encode(), **vocabulary.files},
                 )
@@ -302,6 +309,22 @@ class AsyncClient:
             files=tuple(files),
             lacking=tuple(vocabulary.lacking),
         )
+
+
+def _array_of(status: JobStatus, trial: int | Literal["best"] | None) -> tuple[JobId, int]:
+    """Job whose checkpoint an export is of, and the row in it: of a sweep, those of a trial."""
+    if trial is None and not status.trials:
+        return status.job, 0
+    if trial is None or not status.trials:
+        hint = "is a sweep: give a trial, or best" if status.trials else "is no sweep: give none"
+        raise UserError("trial", Words("none") if trial is None else trial, f"{status.job} {hint}")
+    found = next((x for x in status.trials if (x.is_best if trial == "best" else x.trial == trial)), None)
+    if found is None:
+        hint = "no trial has a loss yet" if trial == "best" else f"give 0 to {len(status.trials) - 1}"
+        raise UserError("trial", trial, hint)
+    if found.array is None:
+        raise UserError("trial", trial, f"has not begun: {found.reason}")
+    return found.array, found.row
 
 
 class AsyncJob:

@@ -47,7 +47,7 @@ from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, Record
 from skein.protocol.messages.directives import Refused
 from skein.protocol.messages.reports import Hello, Report
-from skein.types import Incarnation, JobId, WorkerId
+from skein.types import Incarnation, JobId, JobState, WorkerId
 from skein.wire.extra import LogLevel, LogLine
 
 MAX_WAITING = 8192
@@ -140,6 +140,8 @@ class Driver:
         self._note_worker = note_worker
         self._inbox: asyncio.Queue[_Item] = asyncio.Queue(MAX_WAITING)
         self._streams: dict[tuple[WorkerId, Incarnation], Stream] = {}
+        self._told: dict[JobId, tuple[JobState, int]] = {}
+        """State of each sweep, and turns of the log, when watchers were told of them last."""
         self._unanswered: set[asyncio.Future[tuple[Record, ...]]] = set()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -383,6 +385,12 @@ class Driver:
         view = self.machine.view
         for job in view.runs:
             self.journal.state(job, view.state_of(job), view.reason_of(job), wall_s=self.now())
+        for job in (sweep.job for sweep in view.history.sweeps()):
+            # Its reason goes over all trials, and is another when one of its arrays begins or ends.
+            told = (state := view.state_of(job)), view.history.num_turns
+            if self._told.get(job) != told:
+                self._told[job] = told
+                self.journal.state(job, state, view.reason_of(job), wall_s=self.now())
 
     async def _make_plan(self, command: MakePlan) -> None:
         began = time.monotonic()

@@ -72,6 +72,7 @@ _VERBS: Verbs = {
         "client.cli.job.jobs", {"submit": "Hand in a job.", "jobs": "List jobs.", "status": "Show one job."}
     ),
     **_of("client.cli.job.queue", {"queue": "List jobs in the order of their turn, and what they wait for."}),
+    **_of("client.cli.job.sweep", {"sweep": "List a job's trials, and which is the best."}),
     **_of("client.cli.job.logs", {"logs": "Tell the story of a job."}),
     **_of("client.cli.job.curve", {"curve": "Draw a job's losses, or write its curves to files."}),
     **_of("client.cli.job.incidents", {"incidents": "List a job's failures and what they cost."}),

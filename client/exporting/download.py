@@ -30,12 +30,14 @@ _GLOBAL = "global_params."
 """Before the name of a parameter: the tensor in which every walker of DiLoCo has what all of them agreed on."""
 
 
-def weight_prefixes(manifest: ManifestReply, job: JobSpec) -> tuple[str, ...]:
+def weight_prefixes(manifest: ManifestReply, job: JobSpec, row: int = 0) -> tuple[str, ...]:
     """Prefixes of a parameter's name in those tensors of a checkpoint of which the exported one is the mean.
 
     DiLoCo exports what its walkers agreed on, leader SGD one walker's or the mean of all, as the job says, and gossip
-    the mean, which is what all would come to if they went on to average.
+    the mean, which is what all would come to if they went on to average. Of an array it is that `row`.
     """
+    if job.rows:
+        return (walker_prefix(row),)
     match job.aggregation.export_of:
         case ExportOf.AGREED:
             return (_GLOBAL,)
@@ -45,16 +47,22 @@ def weight_prefixes(manifest: ManifestReply, job: JobSpec) -> tuple[str, ...]:
             return (walker_prefix(0),)
 
 
-def weight_files(manifest: ManifestReply, job: JobSpec) -> tuple[CheckpointFile, ...]:
+def weight_files(manifest: ManifestReply, job: JobSpec, row: int = 0) -> tuple[CheckpointFile, ...]:
     """The files of a checkpoint that hold the parameters of an export; what else there is stays where it is."""
-    prefixes = weight_prefixes(manifest, job)
+    prefixes = weight_prefixes(manifest, job, row)
     wanted = {f"{prefix}{name}" for prefix in prefixes for name in parameter_shapes(job.model)}
     files = (file for stage in manifest.stages for file in stage.files)
     return tuple(file for file in files if not wanted.isdisjoint(file.tensors))
 
 
 async def fetch_weights(
-    connection: Connection, manifest: ManifestReply, job: JobSpec, folder: Path, *, on_bytes: OnBytes | None
+    connection: Connection,
+    manifest: ManifestReply,
+    job: JobSpec,
+    folder: Path,
+    *,
+    row: int = 0,
+    on_bytes: OnBytes | None,
 ) -> list[Path]:
     """Copies the weights of a checkpoint into `folder`; gives the files' paths.
 
@@ -62,7 +70,7 @@ async def fetch_weights(
         RemoteError: a file is not what the manifest says.
         UserError: `folder` cannot be written, or the checkpoint's URL not read.
     """
-    files = weight_files(manifest, job)
+    files = weight_files(manifest, job, row)
     total = sum(file.num_bytes for file in files)
     paths, done = [], 0
     for file in files:

@@ -66,7 +66,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         if (namespace, request.key) not in history.job_by_key:
             await asyncio.to_thread(check_admissible, spec)
             await asyncio.to_thread(self._places.admit_job, spec)
-            if len(history.pending()) >= MAX_PENDING:
+            if len(history.queue()) >= MAX_PENDING:
                 raise BusyError(
                     "job", spec.name, f"{MAX_PENDING} jobs wait already; cancel some, or come back"
                 )
@@ -113,13 +113,13 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
             yield codec.JOB_EVENT.encode(event)
 
     async def Cancel(self, request: jobs_pb2.CancelRequest, context: Context) -> jobs_pb2.JobStatus:
-        job = self._known(request.job, context)
+        job = self._asked(request.job, context)
         reason = request.reason[:MAX_REASON_CHARACTERS]
         _ = await self._driver.ask(CancelAsked(job=job, reason=reason, discards=request.discards))
         return codec.JOB_STATUS.encode(self._status(job))
 
     async def Pause(self, request: jobs_pb2.PauseRequest, context: Context) -> jobs_pb2.JobStatus:
-        job = self._known(request.job, context)
+        job = self._asked(request.job, context)
         end = self._machine.view.history.jobs[job].end
         if end is not None:
             raise UserError("job", job, f"has {end.state.value}: only a job that has not ended can be paused")
@@ -127,7 +127,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         return codec.JOB_STATUS.encode(self._status(job))
 
     async def Resume(self, request: jobs_pb2.ResumeRequest, context: Context) -> jobs_pb2.JobStatus:
-        job = self._known(request.job, context)
+        job = self._asked(request.job, context)
         steps = request.steps if request.HasField("steps") else None
         view = self._machine.view
         check_resumable(view.history.jobs[job], steps, view.quotas)
@@ -195,6 +195,9 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         """The checkpoint that a job is to begin with, if it names a job."""
         if not request.HasField("from_job"):
             return None
+        if spec.sweep is not None:
+            hint = "trials of a sweep begin with what their seed draws, or model.init_from: leave it away"
+            raise UserError("from", request.from_job, hint)
         other = job_of(self._machine.view.history, context, request.from_job)
         version = request.from_version if request.HasField("from_version") else None
         return beginning(other, spec, None if version is None else Step(version))
@@ -207,6 +210,13 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         if worker not in self._machine.view.live:
             raise NotFoundError("worker", worker, "no such worker is here; see skein workers")
         return worker
+
+    def _asked(self, name: str, context: Context) -> JobId:
+        """The job of that name that somebody has a wish for."""
+        job = job_of(self._machine.view.history, context, name)
+        if job.sweep is not None:
+            raise UserError("job", name, f"is an array of {job.sweep}, which arrays follow: name that")
+        return job.job
 
     def _known(self, name: str, context: Context) -> JobId:
         return job_of(self._machine.view.history, context, name).job

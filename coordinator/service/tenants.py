@@ -19,7 +19,7 @@ def namespace_of(context: Context) -> str:
 
 def jobs_of(history: History, caller: Caller | None) -> Iterator[JobHistory]:
     """Jobs that are there for a caller, oldest first."""
-    return (job for job in history.jobs.values() if caller is not None and caller.sees(job.namespace))
+    return (job for job in history.listed() if caller is not None and caller.sees(job.namespace))
 
 
 def job_of(history: History, context: Context, name: str) -> JobHistory:

@@ -403,7 +403,7 @@ class CoordinatorMetrics:
         self._streams.set(num_streams)
         self._sample_relays(view, relay)
         self._lag.set(lag_s)
-        _set_by_state(self._jobs_by_state, JobState, [view.state_of(job) for job in history.jobs])
+        _set_by_state(self._jobs_by_state, JobState, [view.state_of(job.job) for job in history.listed()])
         self._queue.sample(view, now=now)
         _set_by_state(self._workers, WorkerState, [worker.state for worker in workers])
         leased = sorted(live)[:MAX_WORKERS]

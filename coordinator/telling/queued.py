@@ -29,7 +29,8 @@ class QueueGauges:
 
     def sample(self, view: CoordinatorView, *, now: float) -> None:
         """Take the state of the moment."""
-        since = {job: at for job in view.history.jobs if (at := view.waits_since_s(job)) is not None}
+        listed = [job.job for job in view.history.listed()]
+        since = {job: at for job in listed if (at := view.waits_since_s(job)) is not None}
         self._queue.set(len(since))
         self._waiting.clear()
         for job in sorted(since, key=lambda job: since[job])[:MAX_LABELS]:

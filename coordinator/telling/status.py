@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from coordinator.records.journal import Journal
+from coordinator.telling.trials import sweep_status
 from skein.config.job import JobSpec
 from skein.plan.changing.leeway import settled
 from skein.plan.changing.redundancy import Shortfall, shortfalls
@@ -41,7 +42,7 @@ def job_status(
     run = view.runs.get(job)
     checkpoint = history.newest_checkpoint
     evaluation = history.last_evaluation
-    return JobStatus(
+    status = JobStatus(
         job=job,
         name=history.spec.name,
         state=view.state_of(job),
@@ -57,7 +58,7 @@ def job_status(
         tokens_per_s=rates.tokens_per_s,
         step_s=rates.step_s,
         generation=Generation(0) if plan is None else plan.generation,
-        num_workers=0 if run is None else len(run.crew),
+        num_workers=len(view.crew_of(job)),
         checkpoint_version=None if checkpoint is None else checkpoint.version,
         submitted_wall_s=history.submitted_wall_s,
         spec=history.spec.canonical_json(),
@@ -78,6 +79,7 @@ def job_status(
         quotas=view.quotas.of(history.namespace),
         quarantined=tuple(sorted(history.quarantined)),
     )
+    return status if history.spec.sweep is None else sweep_status(view, journal, status)
 
 
 def _spread(view: CoordinatorView, job: JobId, plan: Plan) -> float:
@@ -106,7 +108,7 @@ def _shortfalls(view: CoordinatorView, run: RunView, spec: JobSpec) -> tuple[Sho
 
 def brief_status(status: JobStatus) -> JobStatus:
     """A job in a list: without a line for each chunk, link and stage."""
-    return replace(status, chunk_times=(), transfer_times=(), shortfalls=(), uses=())
+    return replace(status, chunk_times=(), transfer_times=(), shortfalls=(), uses=(), trials=())
 
 
 def with_told(uses: Iterable[WorkerUse], reported: Reported) -> tuple[WorkerUse, ...]:

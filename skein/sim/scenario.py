@@ -156,7 +156,7 @@ def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) ->
 
 def _have_ended(world: World, history: History) -> bool:
     """Whether as many jobs have ended as the world submits by itself; a test may submit more, which go on."""
-    ended = [job for job in history.jobs.values() if job.end is not None]
+    ended = [job for job in history.listed() if job.end is not None]
     return len(ended) >= len(world.submitted)
 
 

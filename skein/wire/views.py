@@ -9,6 +9,7 @@ from skein.plan.changing.redundancy import Shortfall
 from skein.plan.clock.holding import WorkerUse
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.log.records import Incident
+from skein.protocol.messages.array_rounds import PassKind
 from skein.protocol.messages.directives import StepRecord
 from skein.topology.fleet import Profile
 from skein.types import (
@@ -117,6 +118,32 @@ class TransferTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrialStatus:
+    """A trial of a sweep now: `num_steps` of `num_steps_wanted` are made; losses are nats, of the newest step."""
+
+    trial: int
+    settings: str
+    """JSON object: values by dotted key of the job."""
+    state: JobState
+    reason: str
+    num_steps: int
+    num_steps_wanted: int
+    loss: float | None
+    evaluation_loss: float | None
+    workers: tuple[WorkerId, ...] = ()
+    array: JobId | None = None
+    """Array that it is in, or was in last; None before it has begun."""
+    row: int = 0
+    checkpoint_version: Step | None = None
+    """Version of the array's newest complete checkpoint."""
+    pass_kind: PassKind | None = None
+    """Way of the array's rows through their models; None for a trial alone."""
+    speedup: float | None = None
+    """Times as fast as one row after the other, as it was measured; None for a trial alone."""
+    is_best: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
     """A job now. `step` of `total_steps` are committed; losses are nats per token; rates are of the last steps."""
 
@@ -173,6 +200,8 @@ class JobStatus:
     """Mean over sparse layers in the newest step: 1 where experts are used evenly; None: there are none."""
     drop_ratio: float | None = None
     """Share of the newest step's choices of experts that found theirs full; None: there are no sparse layers."""
+    trials: tuple[TrialStatus, ...] = ()
+    """Trials of a sweep, by number; empty in a list of jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

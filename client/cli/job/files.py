@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from client.cli.job.sweep import settings_text
 from client.cli.options import connect_client, json_option, overrides_option, remote_command, size
 from client.cli.show import count, print_json
 from client.documents import end_of_documents
@@ -15,7 +17,10 @@ from client.jobfile import read_job
 from client.planning.estimates import estimate_of_job
 from skein.config.job import JobSpec
 from skein.config.load import job_schema
+from skein.config.sweep.trials import trials_of
+from skein.errors import UserError
 from skein.model.parameters import num_parameters
+from skein.plan.sweeping.packing import sweep_arrays
 
 
 def outline(job: JobSpec) -> str:
@@ -29,8 +34,18 @@ def outline(job: JobSpec) -> str:
         f"{job.name}: {job.model.family} with {count(num_parameters(job.model))} parameters, "
         f"{parallel.stages} stages x {parallel.replicas} replicas{chunks} ({parallel.layout}), "
         f"{_length(job)} of {batch.samples} samples, {job.precision}{ends}; "
-        f"hash {job.content_hash()[:12]}{cost}"
+        f"hash {job.content_hash()[:12]}{cost}{_arrays(job)}"
     )
+
+
+def _arrays(job: JobSpec) -> str:
+    """Trials of a sweep and the arrays that one worker would have of them, a line for each."""
+    lines = [
+        f"\narray of trials {', '.join(str(trial.number) for trial in array)}: "
+        + "; ".join(settings_text(json.dumps(trial.settings)) for trial in array)
+        for array in sweep_arrays(job, num_workers=1)
+    ]
+    return "".join((f"\n{len(trials_of(job))} trials in {len(lines)} arrays:", *lines)) if lines else ""
 
 
 def _length(job: JobSpec) -> str:
@@ -63,6 +78,7 @@ def schema() -> None:
 @click.option(
     "--version", type=click.IntRange(min=0), help="After how many steps. Default: the newest checkpoint."
 )
+@click.option("--trial", metavar="N|best", help="Of a sweep: which trial.")
 @click.option(
     "--dtype",
     type=click.Choice([dtype.value for dtype in Dtype]),
@@ -72,7 +88,14 @@ def schema() -> None:
 )
 @click.option("--max-shard-bytes", default="5 GB", show_default=True, help="Size of the weight files.")
 def export(
-    job: str, *, out: Path, version: int | None, dtype: str, max_shard_bytes: str, is_json: bool
+    job: str,
+    *,
+    out: Path,
+    version: int | None,
+    trial: str | None,
+    dtype: str,
+    max_shard_bytes: str,
+    is_json: bool,
 ) -> None:
     """Write the weights of JOB's newest checkpoint as a Hugging Face directory, which transformers opens, with the
     tokenizer's files and a model card.
@@ -88,6 +111,7 @@ def export(
             job,
             out,
             version=version,
+            trial=_trial(trial),
             max_shard_bytes=limit,
             dtype=Dtype(dtype),
             on_bytes=lambda num_bytes, total: bar.update(download, completed=num_bytes, total=total),
@@ -98,3 +122,17 @@ def export(
     click.echo(f"{done.job} after {done.version} steps, {len(done.files)} files", err=True)
     for line in done.lacking:
         click.echo(f"warning: {line}", err=True)
+
+
+def _trial(text: str | None) -> int | Literal["best"] | None:
+    """
+    >>> _trial("3"), _trial("best"), _trial(None)
+    (3, 'best', None)
+    """
+    if text is None:
+        return None
+    if text == "best":
+        return "best"
+    if not text.isdecimal():
+        raise UserError("--trial", text, "give the number of a trial, as skein sweep lists them, or best")
+    return int(text)

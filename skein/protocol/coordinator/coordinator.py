@@ -25,6 +25,7 @@ from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.workers.plausible import implausible
 from skein.protocol.coordinator.scheduling.scheduler import Scheduler
+from skein.protocol.coordinator.sweeping.sweeps import Sweeps
 from skein.protocol.coordinator.view import CoordinatorView, RunView
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.history import History, JobHistory
@@ -70,6 +71,7 @@ class Coordinator:
         self._quotas = quotas
         self._outbox = io.Outbox(self.history, key=key)
         self._scheduler = Scheduler(self.membership.live, self._outbox, self._begin, quotas)
+        self._sweeps = Sweeps(self.membership.live, self._scheduler.runs, self._outbox)
         self._remeasuring = Remeasuring()
         self._pacing = Pacing()
         self._relaying = Relaying(self.membership.live, self._outbox.to_probe)
@@ -132,6 +134,8 @@ class Coordinator:
                     run.tick(now=now)
             case _:
                 assert_never(event)
+        if self._sweeps.look(now=now):
+            self._scheduler.asked()
         self._scheduler.look(now=now)
         return self._outbox.drain()
 
@@ -192,7 +196,7 @@ class Coordinator:
             self._uses().check_submit(event.namespace, event.spec)
         except OverQuotaError:
             return  # There was room when it was asked; whoever asked is told.
-        job = JobId(f"{event.spec.name}-{len(self.history.jobs) + 1}")
+        job = JobId(f"{event.spec.name}-{self.history.num_submitted + 1}")
         spec = event.spec.canonical_json()
         submitted = JobSubmitted(
             job=job,
@@ -209,7 +213,10 @@ class Coordinator:
     def _wish(self, event: io.CancelAsked | io.PauseAsked | io.ResumeAsked, *, now: float) -> None:
         job, run = self.history.jobs.get(event.job), self._scheduler.runs.get(event.job)
         self._scheduler.asked()
-        if job is None:
+        if job is None or job.sweep is not None:
+            return
+        if job.spec.sweep is not None:
+            self._sweeps.wish(job, event, self._uses(), now=now)
             return
         match event:
             case io.CancelAsked():

@@ -95,7 +95,7 @@ def check_resumable(job: JobHistory, steps: int | None, quotas: QuotaUses) -> No
     Raises:
         UserError: with the field `steps`; or it is its namespace's quota that is full.
     """
-    is_at_rest = job.end is not None or job.held is not None
+    is_at_rest = job.is_at_rest
     if is_at_rest:
         quotas.check_queue(job.namespace)
     if steps is None:
@@ -103,6 +103,10 @@ def check_resumable(job: JobHistory, steps: int | None, quotas: QuotaUses) -> No
             hint = f"all {job.total_steps} steps are done: give more, such as {2 * job.total_steps}"
             raise UserError("steps", Words("none"), hint)
         return
+    if job.spec.sweep is not None:
+        raise UserError(
+            "steps", steps, "trials of a sweep have the budget that they began with: leave it away"
+        )
     if not is_at_rest:
         raise UserError("steps", steps, f"{job.job} is at work: pause it before you change its budget")
     if steps <= job.version:

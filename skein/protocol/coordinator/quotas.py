@@ -44,14 +44,19 @@ class QuotaUses:
 
     def _uses(self, namespace: str) -> Iterator[QuotaUse]:
         quota = self.quotas.of(namespace)
-        crews = [num for job, num in self.crews.items() if self.history.jobs[job].namespace == namespace]
+        crews = Counter[JobId]()
+        for job, num in self.crews.items():
+            if self.history.jobs[job].namespace == namespace:
+                # Arrays are no jobs of their own.
+                crews[self.history.jobs[job].asked_as] += num
         if quota.workers is not None:
-            yield QuotaUse(quota="workers", used=sum(crews), most=quota.workers)
+            yield QuotaUse(quota="workers", used=crews.total(), most=quota.workers)
         if quota.running_jobs is not None:
-            yield QuotaUse(quota="running_jobs", used=sum(map(bool, crews)), most=quota.running_jobs)
+            running = sum(map(bool, crews.values()))
+            yield QuotaUse(quota="running_jobs", used=running, most=quota.running_jobs)
         if quota.queued_jobs is not None:
-            pending = [job for job in self.history.pending() if job.namespace == namespace]
-            num_queued = sum(not self.crews.get(job.job) for job in pending)
+            queue = [job for job in self.history.queue() if job.namespace == namespace]
+            num_queued = sum(not crews[job.job] for job in queue)
             yield QuotaUse(quota="queued_jobs", used=num_queued, most=quota.queued_jobs)
         if quota.stored_bytes is not None:
             yield QuotaUse(

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.quotas import QuotaUses
 from skein.protocol.coordinator.runs.watching.measuring import Measured
+from skein.protocol.coordinator.sweeping.standing import progress_words, stands_of
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.membership.membership import Entry
 from skein.topology.fleet import Link
 from skein.types import JobId, JobState, WorkerId
+
+_LIVELIEST = (JobState.RUNNING, JobState.PLANNING, JobState.PAUSED)
+"""States of arrays that a sweep is in if one of them is, the first of them that is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +54,24 @@ class CoordinatorView:
         final, run = self.history.state_of(job), self.runs.get(job)
         if final is not None:
             return final
+        if arrays := self.arrays_of(job):
+            states = {array.state for array in arrays}
+            return next((state for state in _LIVELIEST if state in states), JobState.PENDING)
         return JobState.PENDING if run is None else run.state
+
+    def arrays_of(self, job: JobId) -> tuple[RunView, ...]:
+        """Runs of a sweep's arrays, in the order in which they began."""
+        return tuple(run for run in self.runs.values() if run.job.sweep == job)
+
+    def crew_of(self, job: JobId) -> tuple[WorkerId, ...]:
+        """Workers that are with a job, or with the arrays of a sweep, sorted."""
+        runs = [run for run in self.runs.values() if run.job.asked_as == job or run.job.job == job]
+        return tuple(sorted(worker for run in runs for worker in run.crew))
 
     def waits_since_s(self, job: JobId) -> float | None:
         """Wall-clock time since which a job waits for workers; None: it does not."""
-        known, run = self.history.jobs[job], self.runs.get(job)
-        if self.history.state_of(job) is not None or (run is not None and run.crew):
+        known = self.history.jobs[job]
+        if known.is_at_rest or self.crew_of(job):
             return None
         return known.last_wall_s
 
@@ -65,8 +81,20 @@ class CoordinatorView:
         at_rest = known.end or known.held
         if at_rest is not None:
             return at_rest.reason
+        if known.spec.sweep is not None:
+            return self._reason_of_sweep(known)
         if run is None or (job in self.waits and known.halt is None):
             return self.waits.get(job, "waiting")
         if known.halt is not None:
             return f"to be {known.halt.state.value} when it is saved ({known.halt.reason}); {run.reason}"
         return run.reason
+
+    def _reason_of_sweep(self, sweep: JobHistory) -> str:
+        words = progress_words(stands_of(sweep, self.history), sweep)
+        arrays = self.arrays_of(sweep.job)
+        if sweep.halt is not None:
+            return f"to be {sweep.halt.state.value} when its arrays are saved ({sweep.halt.reason}); {words}"
+        if self.crew_of(sweep.job):
+            return f"{words}; {len(arrays)} arrays at work"
+        waiting = [job for job in sweep.arrays if not self.history.jobs[job].is_at_rest]
+        return f"{words}; {self.reason_of(waiting[0])}" if waiting else words

@@ -1,7 +1,6 @@
 """The hard state: what the run log says. Live and replayed coordinators change it in one way, `apply(record)`."""
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite, prod
 from typing import assert_never
@@ -12,6 +11,7 @@ from skein.plan.changing.reroute import ways
 from skein.plan.plan import Plan
 from skein.protocol.log import records
 from skein.protocol.log.divergence import LossWatch
+from skein.protocol.log.holding import Holding, holding_of
 from skein.protocol.log.usage import Usage
 from skein.protocol.log.workclock import WorkClock
 from skein.protocol.messages.directives import Beginning, ChunkVersion, Decision, StepRecord
@@ -31,8 +31,13 @@ from skein.types import (
     WorkerId,
 )
 
-Holding = Mapping[records.GenerationMember, frozenset[StageSpec]]
-"""By process, what a plan gives it."""
+_TURNS = (
+    records.JobSubmitted,
+    records.HaltAsked,
+    records.JobHeld,
+    records.JobResumed,
+    records.JobEnded,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +51,13 @@ class JobHistory:
     namespace: str = DEFAULT_NAMESPACE
     """Namespace that owns the job; namespaces share workers evenly."""
     number: int = 0
-    """Number of jobs that were submitted before."""
+    """Number of jobs that clients submitted before; an array has its sweep's."""
+    sweep: JobId | None = None
+    """Sweep that it is an array of, and no job of a client."""
+    trials: tuple[int, ...] = ()
+    """Trials that are its rows, if it is an array."""
+    arrays: list[JobId] = field(default_factory=list)
+    """Arrays of a sweep so far, oldest first."""
     last_wall_s: float = 0.0
     """Wall-clock time of the job's newest record."""
     version: Step = field(default=Step(0))
@@ -109,6 +120,16 @@ class JobHistory:
     """Whether somebody has the job go on although it had diverged, so that it goes back once more."""
 
     @property
+    def asked_as(self) -> JobId:
+        """Job that a client submitted for it: itself, or the sweep that it is an array of."""
+        return self.sweep or self.job
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it has ended or is held."""
+        return self.end is not None or self.held is not None
+
+    @property
     def may_hold(self) -> dict[records.GenerationMember, frozenset[ChunkVersion]]:
         """Chunks that processes may hold, here or not: stages at `version`, or as they were when these went away."""
         merged = dict(self.behind)
@@ -166,6 +187,11 @@ class History:
         self._usage: dict[str, Usage] = {}
         """Use that each namespace has made of workers."""
         self._pending: dict[JobId, JobHistory] = {}
+        self._sweeps: dict[JobId, JobHistory] = {}
+        self.num_submitted = 0
+        """Jobs of clients."""
+        self.num_turns = 0
+        """Records by which a job began, was to rest, came to rest or went on."""
         self.drained: set[Incarnation] = set()
         """Processes that an operator wants to go."""
         self.num_records = 0
@@ -187,6 +213,7 @@ class History:
             | records.Averaged
             | records.JobEnded,
         )
+        self.num_turns += isinstance(record, _TURNS)
         match record:
             case records.EpochOpened():
                 assert record.epoch > self.epoch, f"epoch {record.epoch} after {self.epoch}"
@@ -194,19 +221,7 @@ class History:
                 self.openings.append(Opening(record=record, entry=self.num_records))
                 self.has_decided = False
             case records.JobSubmitted():
-                namespace = record.namespace or DEFAULT_NAMESPACE
-                self.jobs[record.job] = JobHistory(
-                    job=record.job,
-                    namespace=namespace,
-                    number=len(self.jobs),
-                    key=record.key,
-                    spec=read_spec(record.spec),
-                    submitted_wall_s=record.wall_s,
-                    last_wall_s=record.wall_s,
-                    begins=record.begins,
-                )
-                self.job_by_key[namespace, record.key] = record.job
-                self._pending[record.job] = self.jobs[record.job]
+                self._submitted(record)
             case records.Drained():
                 self.drained.add(record.incarnation)
             case _:
@@ -215,14 +230,40 @@ class History:
                     self.jobs[record.job].last_wall_s = record.wall_s
                 self._note_pending(self.jobs[record.job])
 
+    def _submitted(self, record: records.JobSubmitted) -> None:
+        namespace = record.namespace or DEFAULT_NAMESPACE
+        sweep = None if record.sweep is None else self.jobs[record.sweep]
+        job = self.jobs[record.job] = JobHistory(
+            job=record.job,
+            namespace=namespace,
+            number=self.num_submitted if sweep is None else sweep.number,
+            key=record.key,
+            spec=read_spec(record.spec),
+            submitted_wall_s=record.wall_s,
+            last_wall_s=record.wall_s,
+            begins=record.begins,
+            sweep=record.sweep,
+            trials=record.trials,
+        )
+        if sweep is None:
+            self.num_submitted += 1
+            self.job_by_key[namespace, record.key] = record.job
+        else:
+            sweep.arrays.append(record.job)
+        self._note_pending(job)
+
     def _note_pending(self, job: JobHistory) -> None:
         """Keep the pending jobs in order: many more have ended, and the scheduler asks all the time."""
-        is_pending = job.end is None and job.held is None
-        if is_pending and job.job not in self._pending:
-            self._pending[job.job] = job
-            self._pending = dict(sorted(self._pending.items(), key=lambda item: item[1].number))
-        elif not is_pending:
-            self._pending.pop(job.job, None)
+        kept = self._pending if job.spec.sweep is None else self._sweeps
+        if job.is_at_rest:
+            kept.pop(job.job, None)
+        elif job.job not in kept:
+            is_last = not kept or job.number >= next(reversed(kept.values())).number
+            kept[job.job] = job
+            if not is_last:
+                in_order = sorted(kept.items(), key=lambda item: item[1].number)
+                kept.clear()
+                kept.update(in_order)
 
     def _of_job(self, job: JobHistory, record: records.JobRecord) -> None:
         match record:
@@ -239,7 +280,7 @@ class History:
                 job.standing = _still_standing(job, record)
                 job.learned = _still_learned(job, record.plan)
                 job.plan = record
-                job.holding = (*job.holding, _holding(job.members, record.plan))
+                job.holding = (*job.holding, holding_of(job.members, record.plan))
             case records.StepCommitted():
                 assert record.record.step == job.version, f"{record} at version {job.version}"
                 job.behind, job.holding = _behind(job), job.holding[-1:]
@@ -362,8 +403,21 @@ class History:
         return following[0].record.wall_s == known.opened_s and known.entry <= end
 
     def pending(self) -> list[JobHistory]:
-        """Jobs that have not ended and are not held, oldest first."""
+        """Jobs with a run, or that wait for one, oldest first: arrays too, and no sweep, whose arrays run for it."""
         return list(self._pending.values())
+
+    def sweeps(self) -> list[JobHistory]:
+        """Sweeps that have not ended and are not held, oldest first."""
+        return list(self._sweeps.values())
+
+    def queue(self) -> list[JobHistory]:
+        """Jobs of clients that have not ended and are not held, oldest first."""
+        asked = [job for job in self._pending.values() if job.sweep is None]
+        return sorted((*asked, *self._sweeps.values()), key=lambda job: job.number)
+
+    def listed(self) -> list[JobHistory]:
+        """Jobs of clients, oldest first."""
+        return [job for job in self.jobs.values() if job.sweep is None]
 
     def used_s(self, namespace: str, *, now: float) -> float:
         """Worker seconds that a namespace has used, older ones counting less."""
@@ -388,14 +442,6 @@ def _resume(job: JobHistory, record: records.JobResumed) -> None:
         job.asked = job.asked or job.spec
         job.spec = with_steps(job.spec, record.steps)
         job.counted = None if job.counted is None else replace(job.counted, num_steps=None)
-
-
-def _holding(members: tuple[records.GenerationMember, ...], plan: Plan) -> Holding:
-    stages = {stage.index: stage for stage in plan.stages}
-    by_worker: dict[WorkerId, set[StageSpec]] = {}
-    for placed in plan.chunks:
-        by_worker.setdefault(placed.chunk.worker, set()).add(stages[placed.chunk.stage])
-    return {m: frozenset(by_worker[m.worker]) for m in members if m.worker in by_worker}
 
 
 def _behind(job: JobHistory) -> dict[records.GenerationMember, frozenset[ChunkVersion]]:

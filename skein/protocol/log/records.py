@@ -51,6 +51,9 @@ class JobSubmitted:
     begins: Beginning | None = None
     namespace: str = ""
     """Owner; empty for the default one, and in older logs."""
+    sweep: JobId | None = None
+    """Sweep that the job is an array of, and no client's; `trials` are its rows, in order."""
+    trials: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

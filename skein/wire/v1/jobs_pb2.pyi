@@ -580,6 +580,7 @@ class JobStatus(_message.Message):
     USES_FIELD_NUMBER: _builtins.int
     BALANCE_LOSS_FIELD_NUMBER: _builtins.int
     DROP_RATIO_FIELD_NUMBER: _builtins.int
+    TRIALS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _ids_pb2.JobState.ValueType
@@ -644,6 +645,10 @@ class JobStatus(_message.Message):
     def uses(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerUse]:
         """Not in a list of jobs."""
 
+    @_builtins.property
+    def trials(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrialStatus]:
+        """Of a sweep, by number; not in a list of jobs."""
+
     def __init__(
         self,
         *,
@@ -682,10 +687,11 @@ class JobStatus(_message.Message):
         uses: _abc.Iterable[Global___WorkerUse] | None = ...,
         balance_loss: _builtins.float | None = ...,
         drop_ratio: _builtins.float | None = ...,
+        trials: _abc.Iterable[Global___TrialStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "measured_step_s", b"measured_step_s", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "uses", b"uses", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "trials", b"trials", "uses", b"uses", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__balance_loss: _TypeAlias = _typing.Literal["balance_loss"]  # noqa: Y015
     _WhichOneofArgType__balance_loss: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss"]  # noqa: Y015
@@ -717,6 +723,98 @@ class JobStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__waiting_since_wall_s) -> _WhichOneofReturnType__waiting_since_wall_s | None: ...
 
 Global___JobStatus: _TypeAlias = JobStatus  # noqa: Y015
+
+@_typing.final
+class TrialStatus(_message.Message):
+    """A trial of a sweep. Losses are those of the newest step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRIAL_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_WANTED_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    EVALUATION_LOSS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    ARRAY_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_VERSION_FIELD_NUMBER: _builtins.int
+    PASS_KIND_FIELD_NUMBER: _builtins.int
+    SPEEDUP_FIELD_NUMBER: _builtins.int
+    IS_BEST_FIELD_NUMBER: _builtins.int
+    trial: _builtins.int
+    settings: _builtins.str
+    """JSON object: values by dotted key of the job."""
+    state: _ids_pb2.JobState.ValueType
+    reason: _builtins.str
+    num_steps: _builtins.int
+    num_steps_wanted: _builtins.int
+    loss: _builtins.float
+    evaluation_loss: _builtins.float
+    array: _builtins.str
+    """Where it is, or was last; absent: it has not begun."""
+    row: _builtins.int
+    checkpoint_version: _builtins.int
+    """Of the array."""
+    pass_kind: _ids_pb2.PassKind.ValueType
+    """Absent: it is alone."""
+    speedup: _builtins.float
+    """Over one row after the other; absent: it is alone."""
+    is_best: _builtins.bool
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        trial: _builtins.int = ...,
+        settings: _builtins.str = ...,
+        state: _ids_pb2.JobState.ValueType = ...,
+        reason: _builtins.str = ...,
+        num_steps: _builtins.int = ...,
+        num_steps_wanted: _builtins.int = ...,
+        loss: _builtins.float | None = ...,
+        evaluation_loss: _builtins.float | None = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        array: _builtins.str | None = ...,
+        row: _builtins.int = ...,
+        checkpoint_version: _builtins.int | None = ...,
+        pass_kind: _ids_pb2.PassKind.ValueType | None = ...,
+        speedup: _builtins.float | None = ...,
+        is_best: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_pass_kind", b"_pass_kind", "_speedup", b"_speedup", "array", b"array", "checkpoint_version", b"checkpoint_version", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "pass_kind", b"pass_kind", "speedup", b"speedup"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_pass_kind", b"_pass_kind", "_speedup", b"_speedup", "array", b"array", "checkpoint_version", b"checkpoint_version", "evaluation_loss", b"evaluation_loss", "is_best", b"is_best", "loss", b"loss", "num_steps", b"num_steps", "num_steps_wanted", b"num_steps_wanted", "pass_kind", b"pass_kind", "reason", b"reason", "row", b"row", "settings", b"settings", "speedup", b"speedup", "state", b"state", "trial", b"trial", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__array: _TypeAlias = _typing.Literal["array"]  # noqa: Y015
+    _WhichOneofArgType__array: _TypeAlias = _typing.Literal["_array", b"_array"]  # noqa: Y015
+    _WhichOneofReturnType__checkpoint_version: _TypeAlias = _typing.Literal["checkpoint_version"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint_version: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version"]  # noqa: Y015
+    _WhichOneofReturnType__evaluation_loss: _TypeAlias = _typing.Literal["evaluation_loss"]  # noqa: Y015
+    _WhichOneofArgType__evaluation_loss: _TypeAlias = _typing.Literal["_evaluation_loss", b"_evaluation_loss"]  # noqa: Y015
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    _WhichOneofReturnType__pass_kind: _TypeAlias = _typing.Literal["pass_kind"]  # noqa: Y015
+    _WhichOneofArgType__pass_kind: _TypeAlias = _typing.Literal["_pass_kind", b"_pass_kind"]  # noqa: Y015
+    _WhichOneofReturnType__speedup: _TypeAlias = _typing.Literal["speedup"]  # noqa: Y015
+    _WhichOneofArgType__speedup: _TypeAlias = _typing.Literal["_speedup", b"_speedup"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__array) -> _WhichOneofReturnType__array | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_version) -> _WhichOneofReturnType__checkpoint_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__evaluation_loss) -> _WhichOneofReturnType__evaluation_loss | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pass_kind) -> _WhichOneofReturnType__pass_kind | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__speedup) -> _WhichOneofReturnType__speedup | None: ...
+
+Global___TrialStatus: _TypeAlias = TrialStatus  # noqa: Y015
 
 @_typing.final
 class QuotaUse(_message.Message):

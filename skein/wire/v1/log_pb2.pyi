@@ -236,6 +236,8 @@ class JobSubmitted(_message.Message):
     WALL_S_FIELD_NUMBER: _builtins.int
     BEGINS_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    SWEEP_FIELD_NUMBER: _builtins.int
+    TRIALS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     key: _builtins.str
     spec: _builtins.str
@@ -243,8 +245,14 @@ class JobSubmitted(_message.Message):
     wall_s: _builtins.float
     namespace: _builtins.str
     """Empty: the default one."""
+    sweep: _builtins.str
+    """Whose array it is."""
     @_builtins.property
     def begins(self) -> _ids_pb2.Beginning: ...
+    @_builtins.property
+    def trials(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its rows, in order."""
+
     def __init__(
         self,
         *,
@@ -254,14 +262,21 @@ class JobSubmitted(_message.Message):
         wall_s: _builtins.float = ...,
         begins: _ids_pb2.Beginning | None = ...,
         namespace: _builtins.str = ...,
+        sweep: _builtins.str | None = ...,
+        trials: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "begins", b"begins"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_sweep", b"_sweep", "begins", b"begins", "sweep", b"sweep"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "begins", b"begins", "job", b"job", "key", b"key", "namespace", b"namespace", "spec", b"spec", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_sweep", b"_sweep", "begins", b"begins", "job", b"job", "key", b"key", "namespace", b"namespace", "spec", b"spec", "sweep", b"sweep", "trials", b"trials", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__begins: _TypeAlias = _typing.Literal["begins"]  # noqa: Y015
     _WhichOneofArgType__begins: _TypeAlias = _typing.Literal["_begins", b"_begins"]  # noqa: Y015
+    _WhichOneofReturnType__sweep: _TypeAlias = _typing.Literal["sweep"]  # noqa: Y015
+    _WhichOneofArgType__sweep: _TypeAlias = _typing.Literal["_sweep", b"_sweep"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__begins) -> _WhichOneofReturnType__begins | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sweep) -> _WhichOneofReturnType__sweep | None: ...
 
 Global___JobSubmitted: _TypeAlias = JobSubmitted  # noqa: Y015
 

@@ -178,13 +178,13 @@ class Scheduler:
 
     def _room(self, job: JobHistory) -> float:
         """Workers that a job may be given now: who was called away counts until its run has let it go."""
-        limits, num_workers, num_jobs = self._limits(job), 0, 0
+        limits, num_workers, others = self._limits(job), 0, set[JobId]()
         for other, run in self.runs.items():
-            if other != job.job and run.job.namespace == job.namespace:
+            if run.job.namespace == job.namespace and self._crews.of(other):
                 num_workers += len(self._crews.of(other))
-                num_jobs += bool(self._crews.of(other))
-        own = len(self._crews.of(job.job)) if job.job in self.runs else 0
-        return limits.num_workers - num_workers - own if num_jobs < limits.num_jobs else 0
+                others.add(run.job.asked_as)
+        is_one_more = len(others - {job.asked_as}) < limits.num_jobs
+        return limits.num_workers - num_workers if is_one_more else 0
 
     def _num_least_of(self, job: JobHistory, num_here: int) -> int:
         """Gang of a job where it may use so many workers, as far as its namespace may have them."""
@@ -272,6 +272,7 @@ class Scheduler:
         return JobAsk(
             job=job.job,
             number=job.number,
+            asked_as=job.asked_as,
             namespace=job.namespace,
             limits=self._limits(job),
             priority=spec.priority,
@@ -382,11 +383,12 @@ class Scheduler:
         """Quota of a job's namespace that keeps workers from it, in words."""
         limits = self._limits(job)
         crews = [
-            self._crews.of(x)
+            (run.job.asked_as, self._crews.of(x))
             for x, run in self.runs.items()
             if run.job.namespace == job.namespace and x != job.job
         ]
-        num_workers, num_jobs = sum(map(len, crews)), sum(map(bool, crews))
+        num_workers = sum(len(crew) for _, crew in crews)
+        num_jobs = len({asked for asked, crew in crews if crew} - {job.asked_as})
         has = f"{num_workers} workers, {limits.num_workers:g} at most"
         if num_jobs >= limits.num_jobs:
             has = f"{num_jobs} jobs with workers, {limits.num_jobs:g} at most"

@@ -41,10 +41,12 @@ class JobAsk:
     `num_least` is its gang, `num_useful` what plans of it use, `num_most` what it may have. `may_use` are the workers
     that it may be given at all; `fits` says whether a plan of it exists on some. `used_s` are the worker seconds of its
     namespace, `waited_s` the seconds that it has been without a gang, `number` counts jobs as they were submitted.
+    `asked_as` is the job that limits count it as: the sweep of an array; None: itself.
     """
 
     job: JobId
     number: int
+    asked_as: JobId | None = None
     namespace: str = DEFAULT_NAMESPACE
     limits: NamespaceLimits = NamespaceLimits()
     priority: int = 0
@@ -104,7 +106,7 @@ class _Sharing:
         self._given: dict[WorkerId, JobAsk] = {}
         self._counts: Counter[JobId] = Counter()
         self._by_namespace: Counter[str] = Counter()
-        self._num_gangs: Counter[str] = Counter()
+        self._with_gangs: dict[str, set[JobId]] = {}
         self._has_gang: set[JobId] = set()
         self._kept_for: dict[WorkerId, JobId] = {}
         self._limited: set[JobId] = set()
@@ -180,12 +182,13 @@ class _Sharing:
             return
         free, room = self._free(ask), self._room(ask)
         open_to_it = [w for w in free if ask.is_active or w not in self._kept_for]
-        is_full = self._num_gangs[ask.namespace] >= ask.limits.num_jobs or room < ask.num_least
+        others = self._with_gangs.setdefault(ask.namespace, set()) - {ask.asked_as or ask.job}
+        is_full = len(others) >= ask.limits.num_jobs or room < ask.num_least
         gang = None if is_full else self._gang(ask, open_to_it, room)
         if gang is not None:
             self._has_gang.add(ask.job)
             self._limited.discard(ask.job)
-            self._num_gangs[ask.namespace] += 1
+            self._with_gangs[ask.namespace].add(ask.asked_as or ask.job)
             for worker in gang:
                 self._give(ask, worker)
         elif is_full or (room < len(open_to_it) and self._gang(ask, open_to_it) is not None):

@@ -1,0 +1,64 @@
+"""`skein sweep`: the trials of a job, and which of them is the best."""
+
+import json
+
+import click
+
+from client.cli.options import connect_client, remote_command
+from client.cli.show import factor, number, print_listed, steps_text
+from skein.errors import UserError
+from skein.wire.views import TrialStatus
+
+COLUMNS = ("TRIAL", "STATE", "STEP", "LOSS", "VALIDATION", "WORKER", "ARRAY", "PASS", "SETTINGS", "REASON")
+_NONE = "-"
+
+
+@remote_command
+@click.argument("job")
+def sweep(job: str, *, is_json: bool) -> None:
+    """List the trials of JOB with their settings, state, losses, worker and array. The best one is marked by a star."""
+    with connect_client() as client:
+        found = client.job(job).status()
+    if not found.trials:
+        raise UserError("job", job, "is no sweep: its file has none; see skein status")
+    print_listed(found.trials, COLUMNS, _row, nothing="", is_json=is_json)
+
+
+def _row(status: TrialStatus) -> tuple[str, ...]:
+    return (
+        f"{status.trial}{'*' if status.is_best else ''}",
+        status.state,
+        f"{status.num_steps}/{steps_text(status.num_steps_wanted)}",
+        number(status.loss),
+        number(status.evaluation_loss),
+        ",".join(status.workers) or _NONE,
+        status.array or _NONE,
+        pass_text(status),
+        settings_text(status.settings),
+        status.reason or _NONE,
+    )
+
+
+def pass_text(status: TrialStatus) -> str:
+    """Way of a trial through its model, and how much faster than one after the other that is.
+
+    >>> from skein.types import JobState
+    >>> alone = dict(trial=0, settings="{}", state=JobState.RUNNING, reason="", num_steps=1, num_steps_wanted=2)
+    >>> pass_text(TrialStatus(**alone, loss=None, evaluation_loss=None))
+    'alone'
+    """
+    if status.pass_kind is None:
+        return "alone" if status.array else _NONE
+    return status.pass_kind if status.speedup is None else f"{status.pass_kind}, {factor(status.speedup)}"
+
+
+def settings_text(settings: str) -> str:
+    """Settings of a trial, short.
+
+    >>> settings_text('{"optimizer.learning_rate": 0.1, "seed": 3}')
+    'optimizer.learning_rate=0.1 seed=3'
+    """
+    return " ".join(
+        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={json.dumps(value)}"
+        for key, value in json.loads(settings).items()
+    )

@@ -1,0 +1,112 @@
+"""Standing of each trial of a sweep, as the records of its arrays have it."""
+
+from dataclasses import dataclass
+from math import isfinite
+
+from skein.config.job import ArrayJob
+from skein.config.sweep.trials import SweepTrial, trials_of
+from skein.plan.sweeping.hyperband import Goal, best_of
+from skein.protocol.log.history import History, JobHistory
+from skein.protocol.messages.array_rounds import RowNumbers
+from skein.types import JobState, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialStand:
+    """A trial, and the array that it was in last with its row there; None: it waits to begin."""
+
+    trial: SweepTrial
+    array: JobHistory | None
+    row: int = 0
+
+    @property
+    def numbers(self) -> RowNumbers | None:
+        """Numbers of its newest step; None before the first."""
+        last = None if self.array is None else self.array.last_commit
+        return None if last is None else last.rows[self.row]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that it has made, and that count."""
+        if self.array is None:
+            return 0
+        spec = self.array.spec
+        if not isinstance(spec, ArrayJob):
+            return self.array.version
+        return spec.array.first_step if self.numbers is None else self.numbers.num_updates
+
+    @property
+    def num_steps_wanted(self) -> int:
+        """Steps that its budget is, as far as its data were counted."""
+        if self.array is None or isinstance(self.array.spec, ArrayJob):
+            return self.trial.job.total_steps
+        return self.array.total_steps
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of its newest step, nats; None before the first."""
+        return None if self.numbers is None else self.numbers.loss
+
+    @property
+    def evaluation_loss(self) -> float | None:
+        """Loss of its newest evaluation, nats; None before the first."""
+        found = None if self.array is None else self.array.last_evaluation
+        return None if found is None else found.loss
+
+    @property
+    def failure(self) -> str:
+        """Reason why it makes no more steps though its budget is not spent; "" if there is none."""
+        if self.array is None:
+            return ""
+        retired = "" if self.numbers is None else self.numbers.retired
+        end = self.array.end
+        return retired or (end.reason if end is not None and end.state is JobState.FAILED else "")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is trained to its end."""
+        end = None if self.array is None else self.array.end
+        return end is not None and end.state is JobState.FINISHED and not self.failure
+
+    @property
+    def checkpoint(self) -> Step | None:
+        """Version of its array's newest checkpoint that is whole."""
+        newest = None if self.array is None else self.array.newest_checkpoint
+        return None if newest is None else newest.version
+
+
+def stands_of(sweep: JobHistory, history: History) -> tuple[TrialStand, ...]:
+    """Standing of all trials of a sweep, in the order of their numbers."""
+    newest: dict[int, TrialStand] = {}
+    trials = trials_of(sweep.spec)
+    for array in (history.jobs[job] for job in sweep.arrays):
+        for row, trial in enumerate(array.trials):
+            newest[trial] = TrialStand(trial=trials[trial], array=array, row=row)
+    return tuple(newest.get(trial.number) or TrialStand(trial=trial, array=None) for trial in trials)
+
+
+def measure_of(stand: TrialStand, sweep: JobHistory) -> float:
+    """Measure that a trial is compared by; not finite: nothing yet, or it has failed."""
+    assert sweep.spec.sweep is not None, "only trials of a sweep are compared"
+    measured = stand.loss if sweep.spec.sweep.metric == "loss" else stand.evaluation_loss
+    return float("nan") if measured is None or stand.failure else measured
+
+
+def best_trial(stands: tuple[TrialStand, ...], sweep: JobHistory) -> TrialStand | None:
+    """The best trial of those that are trained to their end, else of all; None before there is a finite value."""
+    assert sweep.spec.sweep is not None, "only trials of a sweep are compared"
+    done = [stand for stand in stands if stand.is_done] or stands
+    values = {x.trial.number: found for x in done if isfinite(found := measure_of(x, sweep))}
+    best = best_of(values, 1, Goal(sweep.spec.sweep.goal))
+    return stands[best[0]] if best else None
+
+
+def progress_words(stands: tuple[TrialStand, ...], sweep: JobHistory) -> str:
+    """Progress of a sweep in a line."""
+    num_done = sum(stand.is_done for stand in stands)
+    num_failed = sum(bool(stand.failure) for stand in stands)
+    failed = f", {num_failed} retired" if num_failed else ""
+    # Of trials at work the best is another one every step.
+    best = best_trial(stands, sweep) if num_done else None
+    led = "" if best is None else f"; best: trial {best.trial.number}, {measure_of(best, sweep):.4g}"
+    return f"{num_done} of {len(stands)} trials trained{failed}{led}"

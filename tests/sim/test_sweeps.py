@@ -1,0 +1,129 @@
+"""Sweeps in a simulated world: every trial comes to what its job comes to alone, whatever dies meanwhile."""
+
+import pytest
+
+from skein.config.job import JobSpec
+from skein.config.sweep.spec import SweepSpec, ValuesSpec
+from skein.config.sweep.trials import trials_of
+from skein.protocol.coordinator.coordinator_io import (
+    CancelAsked,
+    CoordinatorEvent,
+    PauseAsked,
+    ResumeAsked,
+)
+from skein.protocol.coordinator.sweeping.standing import stands_of
+from skein.protocol.log.history import History
+from skein.protocol.log.records import JobSubmitted
+from skein.sim.scenario import LIMIT_S, curve_of, make_world
+from skein.sim.world import World
+from skein.types import JobId, JobState
+from tests.support.jobs import small_job
+from tests.support.worlds import finish, fleet_of, of_kind, run_events, run_until, undisturbed
+
+RATES = (0.1, 0.01, 0.001, 0.0001, 0.2)
+SWEEP = JobId("small-1")
+
+
+def sweep() -> JobSpec:
+    alone = small_job(stages=1, replicas=1, microbatches=2, steps=4, save_every=2)
+    space = {"optimizer.learning_rate": ValuesSpec(values=RATES)}
+    return alone.model_copy(update={"sweep": SweepSpec(space=space)})
+
+
+def world_of(num_workers: int = 2) -> World:
+    world = make_world(sweep(), fleet_of(num_workers), seed=0)
+    run_until(world, lambda world: len(of_kind(world.log, JobSubmitted)) > 1)
+    return world
+
+
+def history_of(world: World) -> History:
+    assert world.coordinator is not None
+    return world.coordinator.history
+
+
+def check(world: World) -> None:
+    """Each trial was trained once, and made the steps of its job alone."""
+    history = history_of(world)
+    stands = stands_of(history.jobs[SWEEP], history)
+    assert [stand.num_steps for stand in stands] == [4] * len(RATES)
+    assert sum(len(array.trials) for array in history.jobs.values()) == len(RATES)
+    for stand, trial in zip(stands, trials_of(sweep()), strict=True):
+        assert stand.array is not None
+        assert curve_of(world.log, stand.array.job) == undisturbed(trial.job, 1).curve
+
+
+def test_trials_train_side_by_side_on_all_workers_and_clients_see_one_job() -> None:
+    world = world_of()
+    most = 0
+    while history_of(world).jobs[SWEEP].end is None:
+        assert world.clock.step()
+        view = None if world.coordinator is None else world.coordinator.view
+        most = max(most, 0 if view is None else len(view.crew_of(SWEEP)))
+    assert most == 2
+    run = finish(world, about="calm")
+    check(world)
+    assert [job.job for job in run.outcome.history.listed()] == [SWEEP]
+    end = run.outcome.history.jobs[SWEEP].end
+    assert end is not None
+    assert end.reason.startswith("5 of 5 trials trained; best: trial ")
+
+
+def test_no_more_arrays_wait_than_workers_could_take() -> None:
+    world = world_of(1)
+    run_until(world, lambda world: bool(curve_of(world.log, JobId("small-1-a1"))))
+    assert len(history_of(world).jobs[SWEEP].arrays) == 3
+
+
+@pytest.mark.parametrize("num_events", range(60, 700, 90))
+def test_deaths_of_workers_and_of_the_coordinator_cost_no_trial(num_events: int) -> None:
+    world = world_of()
+    run_events(world, num_events)
+    victim = next(iter(world.workers))
+    profile = world.workers[victim].machine.identity
+    world.kill_worker(victim)
+    world.clock.after(
+        2.0,
+        lambda: world.add_worker(
+            victim,
+            profile.site,
+            flops_per_s=profile.profile.flops_per_s,
+            memory_bytes=profile.profile.memory_bytes,
+        ),
+    )
+    run_events(world, 20)
+    world.crash_coordinator(restarts_after_s=1.0)
+    finish(world, about=f"{num_events} events")
+    check(world)
+
+
+def insist(world: World, wish: CoordinatorEvent, state: JobState | None) -> None:
+    """Ask as a client does that has no answer, until the sweep is in a state; None: in none of rest."""
+    assert world.coordinator is None or history_of(world).state_of(SWEEP) is not JobState.FINISHED
+    while world.coordinator is None or world.is_appending or history_of(world).state_of(SWEEP) is not state:
+        world.tell(wish)
+        run_events(world, 20)
+        assert world.clock.now < LIMIT_S, "never done"
+
+
+@pytest.mark.parametrize("num_events", range(40, 240, 50))
+def test_a_sweep_that_is_paused_or_cancelled_goes_on_where_it_was(num_events: int) -> None:
+    world = world_of()
+    run_events(world, num_events)
+    insist(world, PauseAsked(job=SWEEP), JobState.HELD)
+    assert history_of(world).pending() == []
+    world.crash_coordinator(restarts_after_s=1.0)
+    insist(world, ResumeAsked(job=SWEEP), None)
+    run_events(world, 20)
+    insist(world, CancelAsked(job=SWEEP, reason="enough"), JobState.CANCELLED)
+    assert history_of(world).pending() == []
+    insist(world, ResumeAsked(job=SWEEP), None)
+    finish(world, about=f"{num_events} events")
+    check(world)
+
+
+def test_a_held_sweep_can_be_cancelled() -> None:
+    world = world_of()
+    insist(world, PauseAsked(job=SWEEP), JobState.HELD)
+    insist(world, CancelAsked(job=SWEEP), JobState.CANCELLED)
+    history = history_of(world)
+    assert {history.state_of(job) for job in history.jobs[SWEEP].arrays} == {JobState.CANCELLED}
