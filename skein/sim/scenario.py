@@ -14,6 +14,7 @@ from skein.protocol.coordinator.coordinator_io import SubmitAsked
 from skein.protocol.log.history import History
 from skein.protocol.log.records import GenerationOpened, JobSubmitted, Record, RolledBack, StepCommitted
 from skein.protocol.messages.directives import StepRecord
+from skein.sim.compute.arrays import SimArrays
 from skein.sim.faults import draw_faults, schedule_faults
 from skein.sim.judging.bounds import Bounds
 from skein.sim.judging.idling import Idling
@@ -250,6 +251,7 @@ def disturbed(
     job, *others = (part.job(steps=steps) for part in shape.each)
     later = {number: part.after_s for number, part in enumerate(shape.each) if part.after_s}
     fleet = small_fleet(shape)
+    new_world = with_arrays(new_world) if any(part.num_rows for part in shape.each) else new_world
     world = make_world(
         job, fleet, seed=seed, new_world=new_world, others=others, after_s=later, quotas=shape.quotas
     )
@@ -261,6 +263,11 @@ def disturbed(
         draw_faults(shape.num_workers, num_faults=num_faults, horizon_s=HORIZON_S, seed=seed, kinds=kinds),
     )
     return world
+
+
+def with_arrays(new_world: NewWorld) -> NewWorld:
+    """Makes worlds whose workers count local steps where a job is an array."""
+    return partial(new_world, new_executor=SimArrays().executor)
 
 
 def judge(shape: SimShape, world: World, *, steps: int = 8) -> Outcome:
@@ -293,7 +300,7 @@ def _told(shape: SimShape, curve: tuple[StepRecord, ...]) -> tuple[StepRecord, .
 @cache
 def undisturbed_curve(shape: SimShape, steps: int) -> tuple[StepRecord, ...]:
     """Curve that the only job of this shape comes to when nothing happens."""
-    world = make_world(shape.job(steps=steps), small_fleet(shape), seed=0)
+    world = make_world(shape.job(steps=steps), small_fleet(shape), seed=0, new_world=with_arrays(World))
     run_to_end(world, limit_s=LIMIT_S)
     return curve_of(world.log)
 

@@ -20,6 +20,8 @@ from skein.config.job import (
 from skein.config.optimizer import AdamWSpec
 from skein.config.quota import QuotaSpec, QuotasSpec
 from skein.config.rule import PatternName
+from skein.config.sweep.arrays import array_job
+from skein.config.sweep.rows import ArrayRow, ArraySpec
 from skein.errors import UserError
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.families.mixtral import MixtralModel, MixtralShape
@@ -28,6 +30,8 @@ from skein.model.table import ModelSpec
 from skein.sim.rules import RULES
 from skein.types import Layout
 
+_ROUND_STEPS = 4
+"""Local steps of a round of an array."""
 _HINT = (
     "as in `loop 3x2 tied skip 1/3 on 4`: layout, stages x replicas, and what else; ` + ` before another job"
 )
@@ -65,6 +69,10 @@ class SimShape:
     """Workers that all jobs have together at most; None: as many as there are."""
     quota_running: int | None = None
     """Jobs that have workers at once, at most."""
+    num_rows: int = 0
+    """Rows of an array that the job is; 0: it is none."""
+    rewinds: bool = False
+    """Whether rows that diverge go on once from where their round began."""
     rule: str = ""
     """A word of `RULES`; none: plain sums along `pattern`, and AdamW."""
     priority: int = 0
@@ -98,7 +106,7 @@ class SimShape:
             model = MixtralModel(shape=MixtralShape.model_validate(blocks))
         plain = AllReduce(pattern=self.pattern), AdamWSpec()
         aggregation, optimizer = RULES[self.rule] if self.rule else plain
-        return JobSpec(
+        job = JobSpec(
             name="sim",
             model=model,
             data=DataSpec(sources=(TextSource(path="/simulated"),), sequence_tokens=64),
@@ -120,6 +128,20 @@ class SimShape:
             checkpoint=CheckpointSpec(every_steps=every, keep=2),
             priority=self.priority,
         )
+        return self._array(job, steps=steps) if self.num_rows else job
+
+    def _array(self, trial: JobSpec, *, steps: int) -> JobSpec:
+        """An array of trials, of so many rounds; the last is shorter than the others."""
+        last_step = steps * _ROUND_STEPS - 1
+        array = ArraySpec(
+            rows=tuple(
+                ArrayRow(trial=row, optimizer=trial.optimizer, seed=row) for row in range(self.num_rows)
+            ),
+            last_step=last_step,
+            schedule_steps=last_step,
+            on_divergence="rewind" if self.rewinds else "retire",
+        )
+        return array_job(trial, array, round_steps=_ROUND_STEPS)
 
 
 def shape_of(text: str) -> SimShape:
@@ -156,6 +178,7 @@ def _one(text: str) -> SimShape:
         checked, priority, after_s, num_walled = 0.0, 0, 0.0, 0
         quota_workers: int | None = None
         quota_running: int | None = None
+        num_rows, rewinds = 0, False
         while words:
             match words.pop(0):
                 case "tied":
@@ -180,6 +203,10 @@ def _one(text: str) -> SimShape:
                     is_in_v = True
                 case "sparse":
                     is_sparse = True
+                case "array":
+                    num_rows = int(words.pop(0))
+                case "rewinds":
+                    rewinds = True
                 case "slow":
                     num_slow = int(words.pop(0))
                 case "rows":
@@ -220,6 +247,8 @@ def _one(text: str) -> SimShape:
         rule=rule,
         priority=priority,
         after_s=after_s,
+        num_rows=num_rows,
+        rewinds=rewinds,
     )
 
 
@@ -245,6 +274,19 @@ GUARDED = tuple(
     )
 )
 """Shapes of jobs below quotas, and on workers that nobody can dial."""
+
+ARRAYS = tuple(
+    shape_of(text)
+    for text in (
+        "line 1x1 array 4 on 2",
+        "line 1x1 array 4 rewinds on 3",
+        "line 1x1 tied array 8 on 2",
+        "line 1x1 array 1 on 2",
+        "line 1x1 array 4 on 4 + line 1x1 array 3 rewinds + line 1x1 array 4",
+        "line 2x2 on 5 + line 1x1 array 4",
+    )
+)
+"""Shapes of arrays of trials, alone and beside other jobs."""
 
 SHAPES = tuple(
     shape_of(text)

@@ -9,6 +9,7 @@ from skein.plan.agreeing.rounds import plain_groups
 from skein.protocol.messages.array_rounds import ArrayRound, PassKind, RowNumbers
 from skein.protocol.messages.directives import Decision, Prepare, StepRecord
 from skein.protocol.rounds.round import LedgerHeard, Round, StepTerms, VoteHeard
+from skein.protocol.rounds.weighing import weigh_array
 from skein.types import Epoch, Generation, Step, WorkerId
 from tests.support.hands import record as step_record
 from tests.support.plans import grid_plan
@@ -89,3 +90,8 @@ def test_a_round_of_an_array_is_decided_by_one_vote_with_its_rows_numbers() -> N
 def test_a_round_whose_rows_are_all_retired_is_applied_still(num_rows: int) -> None:
     told = array_round(*[row(1.0, 4, num_updates=1, retired="loss not finite")] * num_rows)
     assert (told.num_alive, told.loss) == (0, 0.0)
+
+
+def test_norms_of_rows_may_be_too_large_to_be_squared() -> None:
+    told = array_round(*[row(1.0, 4, num_updates=1, norm=1e200)] * 3)
+    assert weigh_array(told, ()).gradient_norm == pytest.approx(1e200)

@@ -10,7 +10,7 @@ Rules of this file
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, sqrt
+from math import hypot, inf, isfinite, sqrt
 
 from skein.numeric.sums import exact_sum
 from skein.plan.agreeing.rounds import StepGroups
@@ -98,12 +98,13 @@ def weigh(
 
 def weigh_array(array: ArrayRound, votes: Sequence[Vote]) -> Numbers:
     """Numbers of a round of an array: its rows have decided on their steps, and what these came to is taken."""
-    norms = [row.gradient_norm for row in array.rows if not row.retired]
+    norms = [x.gradient_norm for x in array.rows if not x.retired and x.gradient_norm < inf]
     return Numbers(
         reason="",
         loss=array.loss,
         num_tokens=array.num_tokens,
-        gradient_norm=_typical([norm for norm in norms if norm < inf]),
+        # Squares of what a row tells of may be beyond what a float holds.
+        gradient_norm=hypot(*norms) / sqrt(len(norms)) if norms else 0.0,
         clip=1.0,
         weights={vote.group: 1.0 for vote in votes},
         num_tokens_by_group={vote.group: array.num_tokens for vote in votes},

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from skein.config.job import JobSpec
+from skein.config.job import ArrayJob, JobSpec
 from skein.plan.changing.shards import rows_by_end
 from skein.plan.plan import Plan
 from skein.protocol.log.history import History
@@ -37,6 +37,7 @@ from skein.protocol.messages.directives import (
 )
 from skein.protocol.worker.ops import ComputeOp, Op
 from skein.protocol.worker.worker import Worker
+from skein.sim.judging.rows import row_faults
 from skein.types import (
     ChunkRef,
     Epoch,
@@ -176,8 +177,11 @@ class Invariants:
                 self.visits[record.generation] = visits_of(record.plan)
                 _check_rows(self._replayed.jobs[record.job].spec, record.plan)
             case StepCommitted():
-                num_samples = self._replayed.jobs[record.job].spec.batch.samples
-                self._committed(self._branches[record.job], record.record, num_samples=num_samples)
+                spec = self._replayed.jobs[record.job].spec
+                branch = self._branches[record.job]
+                if isinstance(spec, ArrayJob):
+                    _check_round(spec, branch.records[-1:], record.record)
+                self._committed(branch, record.record, num_samples=spec.batch.samples)
             case RolledBack():
                 branch = self._branches[record.job]
                 del branch.records[record.to_version :]
@@ -367,6 +371,13 @@ class Invariants:
 
     def _branch(self, who: Worker) -> _Branch | None:
         return None if who.job is None else self._branches.get(who.job)
+
+
+def _check_round(job: ArrayJob, before: list[StepRecord], record: StepRecord) -> None:
+    """A round of an array is committed after another, or first."""
+    faults = row_faults(job, before[0].rows if before else (), record.rows)
+    if faults:
+        raise Violated(f"step {record.step}: {faults[0]}")
 
 
 def _check_rows(job: JobSpec, plan: Plan) -> None:

@@ -1,0 +1,99 @@
+"""Arrays of trials under drawn faults; and what the judge finds where rounds are counted twice or rows go on."""
+
+from functools import partial
+
+import pytest
+
+from skein.config.job import ArrayJob
+from skein.protocol.messages.array_rounds import RowNumbers
+from skein.protocol.worker.ops import LossOp
+from skein.sim.compute.arrays import ArrayExecutor, SimArrays
+from skein.sim.judging.invariants import Violated
+from skein.sim.judging.rows import row_faults
+from skein.sim.scenario import curve_of, disturbed, judge, make_world, run_to_end, small_fleet, with_arrays
+from skein.sim.shapes import ARRAYS, SimShape, shape_of
+from skein.sim.world import World
+from skein.types import WorkerId
+
+NUM_FAULTS = 8
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shape", ARRAYS, ids=lambda shape: shape.text)
+def test_faults_cost_no_row_a_step(shape: SimShape, seed: int) -> None:
+    judge(shape, disturbed(shape, seed=seed, num_faults=NUM_FAULTS))
+
+
+def test_rows_that_diverge_are_retired_or_go_back_once() -> None:
+    counts = {}
+    for text in ("line 1x1 array 4 on 2", "line 1x1 array 4 rewinds on 2"):
+        shape = shape_of(text)
+        world = make_world(shape.job(steps=5), small_fleet(shape), seed=0, new_world=with_arrays(World))
+        run_to_end(world, limit_s=900.0)
+        rows = [record.rows for record in curve_of(world.log)]
+        counts[text] = [at[2].num_updates for at in rows]
+        assert [at[0].num_updates for at in rows] == [4, 8, 12, 16, 19]
+        assert rows[-1][2].retired
+    assert list(counts.values()) == [[4, 4, 4, 4, 4], [4, 6, 6, 6, 6]]
+
+
+class Forgetful(ArrayExecutor):
+    """Goes on with its copy though it was told to begin the round anew."""
+
+    def _goes_on(self, *, is_carried: bool) -> bool:
+        return bool(self._copy)
+
+
+def test_a_round_that_is_counted_twice_is_found() -> None:
+    arrays = SimArrays()
+
+    def executor(worker: WorkerId, flops_per_s: float) -> ArrayExecutor:
+        return Forgetful(arrays, worker, flops_per_s)
+
+    shape = ARRAYS[0]
+    world = make_world(
+        shape.job(steps=8), small_fleet(shape), seed=0, new_world=partial(World, new_executor=executor)
+    )
+    # An op that fails halfway has its round begun anew, where it was or elsewhere.
+    for worker in world.workers.values():
+        worker.to_fail = lambda op: isinstance(op, LossOp) and op.step == 1 and op.microbatch == 2
+    with pytest.raises(Violated, match="steps"):
+        run_to_end(world, limit_s=900.0)
+
+
+def row(num_updates: int, *, num_rewinds: int = 0, retired: str = "") -> RowNumbers:
+    return RowNumbers(
+        loss=1.0,
+        num_tokens=1,
+        gradient_norm=1.0,
+        clip=1.0,
+        learning_rate=0.1,
+        num_updates=num_updates,
+        num_rewinds=num_rewinds,
+        retired=retired,
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fault"),
+    [
+        (None, row(4), ""),
+        (row(4), row(8), ""),
+        (row(28), row(31), ""),
+        (row(4), row(4, retired="loss"), ""),
+        (row(4), row(6, num_rewinds=1), ""),
+        (row(4), row(7), "3 steps in a round of 4"),
+        (row(4), row(12), "8 steps in a round of 4"),
+        (row(4), row(9, num_rewinds=1), "at most 4"),
+        (row(4, retired="loss"), row(8, retired="loss"), "was retired"),
+        (row(4, retired="loss"), row(4), "was retired"),
+        (row(4), row(6, retired="loss"), "not where its round began"),
+    ],
+)
+def test_rounds_are_judged_by_what_rows_have_come_to(
+    before: RowNumbers | None, after: RowNumbers, fault: str
+) -> None:
+    job = shape_of("line 1x1 array 1").job(steps=8)
+    assert isinstance(job, ArrayJob)
+    found = row_faults(job, () if before is None else (before,), (after,))
+    assert [fault in text for text in found] == ([True] if fault else [])
