@@ -29,6 +29,7 @@ from skein.protocol.coordinator.coordinator_io import (
     Append,
     Asked,
     CheckpointVerified,
+    ChooseRows,
     CoordinatorCommand,
     CoordinatorEvent,
     Halt,
@@ -38,6 +39,7 @@ from skein.protocol.coordinator.coordinator_io import (
     PruneCheckpoints,
     ReportArrived,
     ReportRefused,
+    RowsChosen,
     Send,
     StreamBroken,
     VerifyCheckpoint,
@@ -69,6 +71,12 @@ class AppendLog(Protocol):
 
 
 AnswerPlan = Callable[[MakePlan], Awaitable[PlanMade]]
+AnswerChoice = Callable[[ChooseRows], Awaitable[RowsChosen]]
+
+
+async def choose_beside(asked: ChooseRows) -> RowsChosen:
+    """The answer, from a thread of this process."""
+    return await asyncio.to_thread(asked.answer)
 
 
 def wall_clock() -> Callable[[], float]:
@@ -111,6 +119,7 @@ class Driver:
         machine: replayed already; only this driver may call its `handle`.
         log: the run log that it was replayed from.
         plan: answers MakePlan; must not raise.
+        choose: answers ChooseRows; must not raise.
         checkpoints: answers WriteManifest and PruneCheckpoints.
         clock: Unix seconds, never stepping back.
         journal: told what is durable, which states jobs are in, and what is logged about them.
@@ -124,6 +133,7 @@ class Driver:
         log: AppendLog,
         *,
         plan: AnswerPlan,
+        choose: AnswerChoice = choose_beside,
         checkpoints: CheckpointStore,
         clock: Callable[[], float],
         journal: Journal,
@@ -135,6 +145,7 @@ class Driver:
         self.journal = journal
         self._log = log
         self._plan = plan
+        self._choose = choose
         self.files = Filing(checkpoints)
         self._meter = meter
         self._note_worker = note_worker
@@ -151,6 +162,7 @@ class Driver:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="run-log")
         self._group = asyncio.TaskGroup()
         self._planning: dict[JobId, asyncio.Task[None]] = {}
+        self._choosing: dict[JobId, asyncio.Task[None]] = {}
 
     # --- for servicers: on the loop of `run` ---
 
@@ -256,8 +268,8 @@ class Driver:
         await self._carry_out(self._machine(TimePassed()))
         while not self._is_stopping:
             await self._turn(await self._take())
-        for planning in self._planning.values():
-            planning.cancel()
+        for beside in (*self._planning.values(), *self._choosing.values()):
+            beside.cancel()
 
     async def _take(self) -> list[_Item]:
         """All that waits; the first may be waited for until the machine's deadline."""
@@ -360,6 +372,10 @@ class Driver:
                 if (planning := self._planning.get(command.run)) is not None:
                     planning.cancel()
                 self._planning[command.run] = begin(self._make_plan(command))
+            case ChooseRows():
+                if (choosing := self._choosing.get(command.run)) is not None:
+                    choosing.cancel()
+                self._choosing[command.run] = begin(self._choose_rows(command))
             case WriteManifest():
                 _ = begin(self._write_manifest(command.checkpoint))
             case VerifyCheckpoint():
@@ -397,6 +413,9 @@ class Driver:
         made = await self._plan(command)
         self._meter.planned(made.result, time.monotonic() - began)
         await self._inbox.put(made)
+
+    async def _choose_rows(self, command: ChooseRows) -> None:
+        await self._inbox.put(await self._choose(command))
 
     async def _write_manifest(self, checkpoint: CheckpointCommitted) -> None:
         spec = self.machine.view.history.jobs[checkpoint.job].spec

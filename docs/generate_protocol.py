@@ -19,7 +19,7 @@ from skein.protocol.coordinator.runs.checkpoints import savings
 from skein.protocol.coordinator.runs.improving import improving, replanning
 from skein.protocol.coordinator.runs.phase import RunPhase
 from skein.protocol.coordinator.runs.placing import placement
-from skein.protocol.coordinator.runs.steps import evaluation, stepping
+from skein.protocol.coordinator.runs.steps import evaluation, selecting, stepping
 from skein.protocol.coordinator.runs.watching import measuring, vigil
 from skein.protocol.coordinator.runs.workers import blame, members
 from skein.protocol.log import history, records
@@ -127,6 +127,7 @@ PARTS = (
     Section(title="Vigil", module=vigil),
     Section(title="Placement", module=placement),
     Section(title="Stepping", module=stepping),
+    Section(title="Choosing rows", module=selecting),
     Section(title="Measuring", module=measuring),
     Section(title="Replanning", module=replanning),
     Section(title="Improving", module=improving),

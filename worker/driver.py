@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from skein.protocol.deadline import TimePassed
+from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Beat, PeersSeen, Report, Trouble
 from skein.protocol.messages.ways import Ways
@@ -34,6 +35,7 @@ from worker.compute.payload import pack
 from worker.compute.state import Saved
 from worker.executor import Executor, Ran, one_line
 from worker.inbox import WorkerInbox
+from worker.selection.picking import pick
 from worker.telling.metrics import WorkerMetrics
 from worker.telling.moments import named_moment, op_named, tell_report, unwatched
 from worker.transport.coordinator import ControlStream
@@ -153,6 +155,10 @@ class WorkerDriver:
                 self._run_op(command)
             case io.Complete():
                 self._complete()
+            case io.PickCandidates():
+                self._begin(pick(command, self._executor, self._inbox.post))
+            case io.TakeChoice():
+                self._draw_by(command.choice)
             case io.SendTensor():
                 self._send(command)
             case io.DropTensor():
@@ -232,6 +238,16 @@ class WorkerDriver:
             self._metrics.step_ended(now=self._loop.time())
         self._saved = done.saved
         self._inbox.post(io.OpEnded(op=op, outcome=done.outcome, seconds=ran.seconds))
+
+    def _draw_by(self, choice: ToldChoice) -> None:
+        """On torch's thread: before any op that draws by it."""
+        compute = self._executor.compute
+
+        def draw() -> None:
+            if compute.holding is not None:
+                compute.holding.draw_by(choice)
+
+        self._executor.call(draw)
 
     def _forget_job(self) -> None:
         # The machine has not heard yet that the op has ended: who awaits the checkpoint may lack this alone.

@@ -23,6 +23,7 @@ from skein.protocol.log.records import (
     CheckpointChecked,
     CheckpointCommitted,
     CheckpointDeleted,
+    CoresetChosen,
     DataCounted,
     Diverged,
     Drained,
@@ -123,6 +124,9 @@ class Fold:
                     version=record.version, loss=record.loss, num_tokens=record.num_tokens
                 )
                 return done, record.wall_s
+            case CoresetChosen():
+                self._began = record.wall_s
+                return None
             case CheckpointCommitted():
                 return CheckpointFinished(version=record.version, url=record.url), record.wall_s
             case RolledBack():

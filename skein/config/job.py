@@ -248,9 +248,7 @@ class JobSpec(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> "JobSpec":
-        if self.data.coreset.chooses and self.model.labelled is None:
-            hint = f"nothing is measured of it for language models such as {self.model.family}: give none"
-            raise UserError("data.coreset.method", self.data.coreset.method, hint)
+        self._check_coreset()
         if self.skip.ratio:
             self._check_skip_ratio()
         self._check_chunks()
@@ -275,6 +273,17 @@ class JobSpec(Spec):
             hint = f"{self.aggregation.rule} does not end each step with a plain sum that others could repeat: give 0"
             raise UserError("checks.fraction", self.checks.fraction, hint)
         return self
+
+    def _check_coreset(self) -> None:
+        coreset = self.data.coreset
+        if coreset.chooses and self.model.labelled is None:
+            hint = f"nothing is measured of it for language models such as {self.model.family}: give none"
+            raise UserError("data.coreset.method", coreset.method, hint)
+        if coreset.follows_model and self.aggregation.walkers.are_lines:
+            hint = (
+                f"walkers of {self.aggregation.rule} have models of their own to compare rows by: give inputs"
+            )
+            raise UserError("data.coreset.feature", coreset.feature, hint)
 
     def _check_chunks(self) -> None:
         chunks = self.parallel.chunks

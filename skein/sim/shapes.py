@@ -5,7 +5,8 @@ from fractions import Fraction
 
 from skein.config.aggregation import AllReduce
 from skein.config.checks import ChecksSpec
-from skein.config.data.sources import TextSource
+from skein.config.data.coreset import CoresetSpec
+from skein.config.data.sources import ArraysSource, TextSource
 from skein.config.data.spec import DataSpec
 from skein.config.job import (
     BatchSpec,
@@ -25,6 +26,7 @@ from skein.config.sweep.rows import ArrayRow, ArraySpec
 from skein.errors import UserError
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.families.mixtral import MixtralModel, MixtralShape
+from skein.model.families.mlp import MlpModel
 from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.model.table import ModelSpec
 from skein.sim.rules import RULES
@@ -32,6 +34,8 @@ from skein.types import Layout
 
 _ROUND_STEPS = 4
 """Local steps of a round of an array."""
+CHOSEN = CoresetSpec(method="craig", fraction=0.25, refresh_epochs=1, max_overhead=100)
+"""Rows of a job that chooses them; however long that takes, it does so every few steps."""
 _HINT = (
     "as in `loop 3x2 tied skip 1/3 on 4`: layout, stages x replicas, and what else; ` + ` before another job"
 )
@@ -63,6 +67,8 @@ class SimShape:
     """Whether a worker's chunks are laid there and back; otherwise they lie beside each other."""
     is_sparse: bool = False
     """Whether its blocks have experts."""
+    is_chosen: bool = False
+    """Whether it trains a classifier on a part of its rows, chosen along the run."""
     num_walled: int = 0
     """The first of the workers, whom nobody can dial: the coordinator relays, and so do the other workers."""
     quota_workers: int | None = None
@@ -105,11 +111,16 @@ class SimShape:
         if self.is_sparse:
             model = MixtralModel(shape=MixtralShape.model_validate(blocks))
         plain = AllReduce(pattern=self.pattern), AdamWSpec()
+        data = DataSpec(sources=(TextSource(path="/simulated"),), sequence_tokens=64)
+        if self.is_chosen:
+            num_hidden = 2 * self.stages * self.chunks - 1
+            model = MlpModel(family="mlp", widths=(64,) * num_hidden, num_features=64, num_classes=3)
+            data = DataSpec(sources=(ArraysSource(format="arrays", path="/simulated.npz"),), coreset=CHOSEN)
         aggregation, optimizer = RULES[self.rule] if self.rule else plain
         job = JobSpec(
             name="sim",
             model=model,
-            data=DataSpec(sources=(TextSource(path="/simulated"),), sequence_tokens=64),
+            data=data,
             batch=BatchSpec(samples=4 * self.replicas, microbatch_samples=2),
             parallel=ParallelSpec(
                 stages=self.stages,
@@ -174,7 +185,7 @@ def _one(text: str) -> SimShape:
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
         pattern: PatternName = "auto"
         rule, num_slow, chunks, rows = "", 0, 1, VocabularySplit.OFF
-        is_split, is_in_v, is_sparse = False, False, False
+        is_split, is_in_v, is_sparse, is_chosen = False, False, False, False
         checked, priority, after_s, num_walled = 0.0, 0, 0.0, 0
         quota_workers: int | None = None
         quota_running: int | None = None
@@ -207,6 +218,8 @@ def _one(text: str) -> SimShape:
                     num_rows = int(words.pop(0))
                 case "rewinds":
                     rewinds = True
+                case "chosen":
+                    is_chosen = True
                 case "slow":
                     num_slow = int(words.pop(0))
                 case "rows":
@@ -244,6 +257,7 @@ def _one(text: str) -> SimShape:
         is_split=is_split,
         is_in_v=is_in_v,
         is_sparse=is_sparse,
+        is_chosen=is_chosen,
         rule=rule,
         priority=priority,
         after_s=after_s,
@@ -316,6 +330,7 @@ SHAPES = tuple(
         "line 2x2 tied rows both",
         SEVERAL[0].text,
         "loop 3x2 tied skip 1/3 split sparse",
+        "line 1x3 chosen on 5",
     )
 )
 """Shapes that seeds walk over."""

@@ -15,12 +15,14 @@ from skein.config.job import JobSpec, read_spec
 from skein.protocol.coordinator.coordinator_io import ReportArrived, Send, StreamBroken
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.records import CheckpointCommitted, JobHeld, JobSubmitted, Record, RolledBack
+from skein.protocol.messages.coresets import parts_of
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Hello, PeersSeen, Report
 from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
 from skein.protocol.worker.worker import Worker
 from skein.sim.compute.executor import SimExecutor
+from skein.sim.compute.rows import picked_of
 from skein.sim.lines.network import COORDINATOR, Network
 from skein.sim.lines.streams import Streams
 from skein.sim.lines.transport import Transport
@@ -28,10 +30,14 @@ from skein.sim.processes.builds import Builds
 from skein.sim.processes.coordinator import SimService
 from skein.sim.processes.worker import SimWorker
 from skein.topology.fleet import Profile
-from skein.types import Epoch, Incarnation, JobId, SiteId, Step, WorkerId
+from skein.types import Epoch, Incarnation, JobId, MicrobatchId, SiteId, Step, WorkerId
 
 LOOK_S = 0.05
 """Seconds from a look at a peer to what is found."""
+PICK_S = 0.2
+"""Seconds of picking candidates."""
+PART_BYTES = 256
+"""Bytes of a part of the candidates that a worker tells of, so that they are several."""
 BACK_S = 5.0
 """Seconds from the end of a process by an error of its own until somebody has started it again."""
 
@@ -329,12 +335,19 @@ class World(SimService):
                 seconds = worker.executor.seconds(command.op) * self.times_as_long()
                 worker.is_busy = True
                 self.invariants.begins(worker.machine, command.op)
+                self.invariants.draws(worker.machine, command.op, worker.executor.choice)
                 worker.executor.begins(command.op, command.generation)
                 self.clock.after(seconds, partial(self._end_op, worker, command, seconds))
             case io.Complete(op=SaveOp() as op):
                 self._builds.save(worker, op)
             case io.Complete(op=SnapshotOp() as op):
                 self.copies.snapshot(worker, op)
+            case io.PickCandidates():
+                looked_at, worker.executor.looked_at = worker.executor.looked_at, set()
+                picked = partial(self._picked, worker, command, frozenset(looked_at))
+                self.clock.after(PICK_S, partial(worker.when_running, picked))
+            case io.TakeChoice():
+                worker.executor.choice = command.choice
             case io.SendTensor():
                 self.transport.send(worker, command)
             case io.SendReport():
@@ -374,6 +387,16 @@ class World(SimService):
                 self.kill_worker(name)
             case io.DropTensor():
                 pass
+
+    def _picked(
+        self, worker: SimWorker, command: io.PickCandidates, looked_at: frozenset[MicrobatchId]
+    ) -> None:
+        job = worker.machine.job
+        if job is None:
+            return
+        found = picked_of(self._spec_of(job), command.version, looked_at, num_rows=command.num_rows)
+        for part in parts_of(found, command.generation, command.version, part_bytes=PART_BYTES):
+            self._give(worker, part)
 
     def _seen_by(self, me: WorkerId, peers: Sequence[Member]) -> PeersSeen:
         """Peers that a look finds: where a link is cut, or a process stands still, nothing is heard."""

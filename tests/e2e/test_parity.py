@@ -344,7 +344,9 @@ def test_a_classifier_trains_like_one_torch_process(
     source = (
         DigitsSource(format="digits") if "num_features" not in model.model_fields_set else arrays_beside(text)
     )
-    coreset = CoresetSpec(method="craig", fraction=0.8) if name == "coreset" else CoresetSpec()
+    coreset = (
+        CoresetSpec(method="craig", feature="inputs", fraction=0.8) if name == "coreset" else CoresetSpec()
+    )
     data = DataSpec(sources=(source,), coreset=coreset)
     parallel = ParallelSpec(stages=num_stages, replicas=2)
     job = make_job(f"digits-{name}", model, data, parallel, Precision.FP64)

@@ -16,6 +16,7 @@ from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import (
     Append,
     CheckpointVerified,
+    ChooseRows,
     CoordinatorCommand,
     CoordinatorEvent,
     Halt,
@@ -136,6 +137,8 @@ class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointSe
             case MakePlan():
                 plan = make_balanced_plan(command.job, command.fleet, command.previous, seed=0)
                 yield PlanMade(request=command.request, result=plan)
+            case ChooseRows():
+                yield command.answer()
             case WriteManifest():
                 yield ManifestWritten(checkpoint=command.checkpoint, error=None)
             case VerifyCheckpoint():

@@ -38,6 +38,7 @@ from tests.worker.lab import CPU, Lab, digits_job, sparse_job, tiny_job
 from worker.compute.batches import BatchReader, evaluation_positions
 from worker.compute.chunk import Chunk
 from worker.compute.ops import Compute, Done
+from worker.data.coreset import Drawing
 from worker.data.dataset import Batch, Dataset, open_dataset
 from worker.executor import Executor, Ran, waited_s
 from worker.model.stage import Stage, build_stage
@@ -434,9 +435,9 @@ def test_batches_are_read_ahead_in_the_order_in_which_they_begin(text: Path, lab
     asked: list[int] = []
 
     class Recording(Dataset):
-        def train_batch(self, positions: Sequence[int]) -> Batch:
+        def train_batch(self, positions: Sequence[int], drawing: Drawing | None = None) -> Batch:
             asked.append(positions[0])
-            return super().train_batch(positions)
+            return super().train_batch(positions, drawing)
 
     lab = Lab(tiny_job(text, stages=1))
     labs.append(lab)

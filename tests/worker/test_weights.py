@@ -24,7 +24,7 @@ def job_of(tmp_path: Path, text: Path, layout: Layout, method: str) -> JobSpec:
     y = np.repeat([0, 1, 2], [120, 30, 10])
     np.savez(tmp_path / "rows.npz", x=generator.normal(size=(160, 4)) + y[:, None], y=y)
     source = ArraysSource(format="arrays", path=str(tmp_path / "rows.npz"))
-    coreset = CoresetSpec.model_validate({"method": method, "fraction": 0.4})
+    coreset = CoresetSpec.model_validate({"method": method, "fraction": 0.4, "feature": "inputs"})
     drawn = tiny_job(text, stages=2, replicas=2, is_tied=False)
     return drawn.model_copy(
         update={

@@ -242,7 +242,7 @@ class Builder:
             groups=assign.groups,
             batches=None
             if dataset is None
-            else BatchReader(dataset, job, microbatches, num_walkers=num_walkers),
+            else BatchReader(dataset, job, microbatches, num_walkers=num_walkers, choice=assign.choice),
             resumption=assign.resumption,
         )
 

@@ -6,12 +6,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 
-from skein.config.job import JobSpec
+from skein.config.job import BatchSpec, JobSpec
 from skein.data.cursor import positions_of
 from skein.errors import UnfitError
 from skein.plan.agreeing.election import probe_positions
+from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.tensors import Phase
 from skein.types import MicrobatchId, Step
+from worker.data.coreset import Drawing
 from worker.data.dataset import Batch, Dataset
 
 _Key = tuple[Phase, Step, MicrobatchId]
@@ -30,17 +32,20 @@ class BatchReader:
         microbatches: Sequence[MicrobatchId],
         *,
         num_walkers: int = 1,
+        choice: ToldChoice | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
         """`microbatches`: those of a training step that begin here, in the order in which they do.
 
-        `num_walkers`: so many microbatches of a probe, one after another, have the same samples.
+        `num_walkers`: so many microbatches of a probe, one after another, have the same samples. `choice`: made along
+        the run, by which samples are drawn.
         """
         self.dataset = dataset
         self._num_walkers = num_walkers
         self._job = job
         self._microbatches = tuple(microbatches)
         self._patience_s = patience_s
+        self._choice = None if choice is None else Drawing.of(choice, job.batch)
         self._ahead: dict[_Key, Future[Batch]] = {}
 
     def batch(self, phase: Phase, step: Step, microbatch: MicrobatchId) -> Batch:
@@ -82,6 +87,11 @@ class BatchReader:
         first = microbatch // self._num_walkers * size
         return positions[first : first + size] or positions[:1]
 
+    def draw_by(self, choice: ToldChoice) -> None:
+        """Draw training samples by this choice from now on; what was read ahead is of an older one."""
+        self._choice = Drawing.of(choice, self._job.batch)
+        self._ahead.clear()
+
     def close(self) -> None:
         """Read no more."""
         self._ahead.clear()
@@ -96,7 +106,10 @@ class BatchReader:
         phase, step, microbatch = key
         if phase.trains:
             positions = positions_of(step, microbatch, self._job.batch)
-            return _begun(partial(self.dataset.train_batch, positions))
+            return _begun(partial(self.dataset.train_batch, positions, self._choice))
+        if phase.selects:
+            rows = block_of(microbatch, self._job.batch, self.dataset.num_train_samples)
+            return _begun(partial(self.dataset.row_batch, rows))
         if phase.replicates_samples:
             return _begun(partial(self.dataset.validation_batch, self._probed(step, microbatch)))
         positions = evaluation_positions(self._job, microbatch)
@@ -115,6 +128,16 @@ def _begun(read: Callable[[], Batch]) -> Future[Batch]:
 
     threading.Thread(target=run, name="batch", daemon=True).start()
     return future
+
+
+def block_of(microbatch: MicrobatchId, batch: BatchSpec, num_rows: int) -> range:
+    """Training rows of one microbatch of a selection; the last one may be short.
+
+    >>> block_of(MicrobatchId(1), BatchSpec(samples=8, microbatch_samples=4), 7)
+    range(4, 7)
+    """
+    first = microbatch * batch.microbatch_samples
+    return range(first, min(first + batch.microbatch_samples, num_rows))
 
 
 def evaluation_positions(job: JobSpec, microbatch: MicrobatchId) -> range:

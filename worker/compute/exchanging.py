@@ -7,6 +7,7 @@ Rules of this file
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -22,15 +23,20 @@ from skein.numeric.aggregate.member import (
 )
 from skein.numeric.aggregate.rule import Talk, Terms
 from skein.numeric.compress.compressor import Form
-from skein.numeric.gradients import flatten
+from skein.numeric.gradients import flatten, unflatten
+from skein.numeric.sums import exact_sum
 from skein.numeric.walker import Tensors, Walker
 from skein.plan.agreeing.exchange import Broadcast
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import ExchangeTerms, StepRecord
+from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import Joined, JoinOp, PackOp, SumOp
 from skein.types import Step, WorkerId
+from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
+from worker.compute.payload import placed
 from worker.compute.telling import is_told, residual_norm, sent_bytes
+from worker.model.base import Crossing
 from worker.telling.aggregating import Gauges
 
 _FP32_BYTES = 4
@@ -182,3 +188,18 @@ class Exchanging:
 def claim_of(chunk: Chunk) -> str:
     """The digest that is voted by whoever has received the parameters that this chunk has now."""
     return digest_of_tensors([flatten(chunk.walker.params)])
+
+
+def loss_on_probe(chunk: Chunk, flat: Tensor, step: Step, batches: BatchReader | None) -> float:
+    """Mean loss of other parameters than the chunk's own on the probe of `step`; only of a whole model."""
+    assert batches is not None, "who checks a leader reads data"
+    own = {name: param.clone() for name, param in chunk.walker.params.items()}
+    losses: list[tuple[float, int]] = []
+    with ExitStack() as undo, torch.no_grad():
+        undo.callback(chunk.put_parameters, own)
+        chunk.put_parameters(unflatten(flat, chunk.walker.params))
+        for microbatch in batches.probe_microbatches():
+            inputs, labels = placed(batches.batch(Phase.PROBE, step, microbatch), flat.device)
+            total, num_valid = chunk.functions.score(Crossing(inputs), labels.labels)
+            losses.append((total.item(), num_valid))
+    return exact_sum(loss for loss, _ in losses) / max(1, sum(tokens for _, tokens in losses))

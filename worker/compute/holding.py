@@ -7,6 +7,7 @@ from skein.config.job import JobSpec
 from skein.model.reduced import keepers_of
 from skein.plan.changing.traffic import traffic_of
 from skein.plan.plan import Group
+from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.directives import Resumption
 from skein.types import JobId, StageIndex, WorkerId
 from worker.compute.batches import BatchReader
@@ -27,6 +28,11 @@ class Holding:
     """None on workers where no path begins."""
     resumption: Resumption | None
     """Part of the step in progress that stays; None: nothing."""
+
+    def draw_by(self, choice: ToldChoice) -> None:
+        """Draw samples by this choice from now on, if any begin here."""
+        if self.batches is not None:
+            self.batches.draw_by(choice)
 
     @property
     def traffic(self) -> Traffic:

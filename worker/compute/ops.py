@@ -9,7 +9,6 @@ Rules of this file
 
 import math
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -24,12 +23,9 @@ from skein.numeric.gradients import (
     sketch,
     squared_norm,
     sum_in_order,
-    unflatten,
 )
-from skein.numeric.sums import exact_sum
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import Decision, StepRecord
-from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import (
     ApplyOp,
     BackwardOp,
@@ -65,7 +61,7 @@ from skein.types import (
     WorkerId,
 )
 from worker.compute.chunk import Chunk
-from worker.compute.exchanging import Exchanging, claim_of
+from worker.compute.exchanging import Exchanging, loss_on_probe
 from worker.compute.holding import Holding, share_among
 from worker.compute.left import Left
 from worker.compute.operands import check_operands
@@ -85,6 +81,8 @@ from worker.compute.payload import (
 from worker.compute.snapshots import Snapshots
 from worker.compute.state import Saved
 from worker.model.base import Crossing, Labels
+from worker.selection.scoring import loss_at_end
+from worker.selection.traits import Traits
 from worker.telling.aggregating import Gauges
 
 Outputs = dict[TensorKey, Payload]
@@ -107,6 +105,7 @@ class Compute:
         self.holding: Holding | None = None
         self.snapshots = Snapshots()
         self.gauges = Gauges()
+        self.traits = Traits()
         self._left = Left(self.gauges)
         self._results: dict[tuple[GroupId, Attempt], tuple[Joined, Tensor]] = {}
         self._exchanging: Exchanging | None = None
@@ -142,6 +141,7 @@ class Compute:
     def forget(self) -> None:
         """Hold nothing."""
         self._drop_step()
+        self.traits.forget()
         self._exchanging = None
         if self.holding is not None and self.holding.batches is not None:
             self.holding.batches.close()
@@ -268,10 +268,9 @@ class Compute:
             labels = self._samples(op)[1]
         module = self._chunk(op.chunk).functions
         if not op.phase.trains:
-            with torch.no_grad():
-                total, num_valid = module.score(x, labels.labels, labels.weights)
-            claimed = claim_of(self._chunk(op.chunk)) if op.phase.scores_walkers else ""
-            return Done(outcome=Loss(loss_sum=total.item(), num_tokens=num_valid, digest=claimed))
+            return Done(
+                outcome=loss_at_end(op, self._chunk(op.chunk), x, labels, self._held.job, self.traits)
+            )
         with module.junction.visited(valid_before) as visit:
             followed = x.followed(is_sample=op.operand is None)
             total, num_valid = module.score(followed, labels.labels, labels.weights)
@@ -371,7 +370,8 @@ class Compute:
             results = {key.shard: dict(unpack(operands[key], self.device)) for key in op.results}
             joined, flat = self._exchanges.join(op, chunk, results)
             if self._exchanges.is_to_check(op):
-                joined = replace(joined, probe_loss=self._probed(chunk, flat, op.step))
+                probe_loss = loss_on_probe(chunk, flat, op.step, self._held.batches)
+                joined = replace(joined, probe_loss=probe_loss)
             return joined
         if not op.results:
             flat = self._sums_here(group)
@@ -402,21 +402,6 @@ class Compute:
     def _member_of(self, group: Group) -> ChunkRef:
         """The first member of a group that is here."""
         return next(member for member in group.members if self._is_mine(member))
-
-    def _probed(self, chunk: Chunk, flat: Tensor, step: Step) -> float:
-        """Mean loss of other parameters than the chunk's own on the probe of `step`; only of a whole model."""
-        batches = self._held.batches
-        assert batches is not None, "who checks a leader reads data"
-        own = {name: param.clone() for name, param in chunk.walker.params.items()}
-        losses: list[tuple[float, int]] = []
-        with ExitStack() as undo, torch.no_grad():
-            undo.callback(chunk.put_parameters, own)
-            chunk.put_parameters(unflatten(flat, chunk.walker.params))
-            for microbatch in batches.probe_microbatches():
-                inputs, labels = placed(batches.batch(Phase.PROBE, step, microbatch), self.device)
-                total, num_valid = chunk.functions.score(Crossing(inputs), labels.labels)
-                losses.append((total.item(), num_valid))
-        return exact_sum(loss for loss, _ in losses) / max(1, sum(tokens for _, tokens in losses))
 
     def _apply(self, op: ApplyOp) -> None:
         record = op.record

@@ -3,6 +3,7 @@
 Rules of this file
 - A choice is a function of the rows and the settings, so whoever reads the data has the same one, after any restart.
   Its digest is in the fingerprint of the data: workers that chose otherwise find out before anything is computed.
+- Choices that follow the model are made along the run: whoever draws is told, and only settings are in the digest.
 - Weights have a mean of 1 over a choice, and losses are divided by samples: weights of a batch need not sum to that.
 - The sequence is that of all rows for the warm-up; from then on each pass shuffles the choice anew.
 """
@@ -20,11 +21,14 @@ from numpy.typing import NDArray
 
 from skein import rng
 from skein.config.data.coreset import CoresetSpec
+from skein.config.job import BatchSpec
+from skein.data.cursor import Cursor
 from skein.data.order import shuffled_index
 from skein.errors import UserError
 from skein.numeric.coreset.choice import Choice, choose_by_chance, choose_coreset
 from skein.numeric.coreset.features import vectors
 from skein.numeric.coreset.greedy import Greedy
+from skein.protocol.messages.coresets import MOST_PICKS, ToldChoice
 from skein.storage.outside import call_moved
 from skein.units import format_bytes
 
@@ -42,35 +46,72 @@ class Place:
     weight: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """A choice that was made along the run, and the position of the sequence from which samples are drawn by it."""
+
+    choice: Choice
+    weights: NDArray[np.float32]
+    first: int
+
+    @staticmethod
+    def of(told: ToldChoice, batch: BatchSpec) -> "Drawing":
+        """Drawing by what the coordinator has told."""
+        choice = told.read()
+        first = Cursor.at_step(told.version, batch).position
+        return Drawing(choice=choice, weights=choice.weights, first=first)
+
+
 class Coreset:
     """The rows that are trained on.
 
     Args:
-        labels_N: class of each training row.
+        labels_N: group of each training row.
         num_picks: rows of a choice.
-        first: the choice that training begins with.
+        first: the choice that training begins with; None: choices follow the model, and are told.
         seed: of the job's order.
     """
 
     def __init__(
-        self, spec: CoresetSpec, labels_N: NDArray[np.int64], num_picks: int, first: Choice, *, seed: int
+        self,
+        spec: CoresetSpec,
+        labels_N: NDArray[np.int64],
+        num_picks: int,
+        first: Choice | None,
+        *,
+        seed: int,
     ) -> None:
         self._spec = spec
         self._labels_N = labels_N
         self._seed = seed
         self._lock = threading.Lock()
-        self._choices = OrderedDict({0: first})
+        self._choices = OrderedDict({} if first is None else {0: first})
         self.num_picks = num_picks
         self.num_rows = len(labels_N)
         self.num_warmup = spec.warmup_epochs * self.num_rows
         self.first = first
 
-    def place(self, position: int) -> Place:
-        """The row at `position` of the endless sequence, once the warm-up is over."""
+    def place(self, position: int, drawing: Drawing | None = None) -> Place | None:
+        """The row at `position` of the endless sequence; None in the warm-up, when all rows are drawn.
+
+        Args:
+            drawing: by what is drawn where choices follow the model, once there is one.
+        """
+        if self.first is None:
+            return None if drawing is None or position < drawing.first else self._drawn(position, drawing)
         drawn = position - self.num_warmup
+        if drawn < 0:
+            return None
         choice = self.choice(drawn)
         index = shuffled_index(drawn, num_samples=self.num_picks, seed=self._seed)
         return Place(row=int(choice.ids[index]), weight=float(choice.weights[index]))
+
+    def _drawn(self, position: int, drawing: Drawing) -> Place:
+        """Each choice is shuffled on its own: a place says nothing of what was drawn before."""
+        seed = rng.key(self._seed, drawing.first)
+        ids = drawing.choice.ids
+        index = shuffled_index(position - drawing.first, num_samples=len(ids), seed=seed)
+        return Place(row=int(ids[index]), weight=float(drawing.weights[index]))
 
     def choice(self, drawn: int) -> Choice:
         """The choice by which sample `drawn` after the warm-up is drawn."""
@@ -89,10 +130,13 @@ class Coreset:
     def digest(self) -> str:
         """Name of all choices: the first, and what later ones follow from."""
         settings = self._spec.model_dump_json()
-        return hashlib.sha256(f"{settings} {self.first.digest}".encode()).hexdigest()
+        first = "" if self.first is None else self.first.digest
+        return hashlib.sha256(f"{settings} {first}".encode()).hexdigest()
 
     def __str__(self) -> str:
         chosen = f"{self.num_picks} of {self.num_rows} rows by {self._spec.method}"
+        if self.first is None:
+            return f"{chosen}, chosen along the run by {self._spec.feature}"
         weights = self.first.weights
         return (
             f"{chosen}, weights {weights.min():.3g} to {weights.max():.3g}, choice {self.first.digest[:12]}"
@@ -116,21 +160,26 @@ def coreset_of(
         seed: of the job's order.
 
     Raises:
-        UserError: there are fewer picks than classes or than rows of a step, or rows are too many to compare.
+        UserError: there are fewer picks than groups or than rows of a step, or more than can be told or compared.
     """
-    num_picks = max(1, round(spec.fraction * len(labels_N)))
-    num_classes = len(np.unique(labels_N))
-    wanted = max(num_classes, batch_samples or 1)
+    num_picks = spec.num_picks(len(labels_N))
+    groups_N = labels_N if spec.group_by == "label" else np.zeros_like(labels_N)
+    num_groups = len(np.unique(groups_N))
+    wanted = max(num_groups, batch_samples or 1)
     if num_picks < wanted:
-        why = f"{num_classes} classes" if wanted == num_classes else f"the {wanted} rows of one step"
+        why = f"{num_groups} classes" if wanted == num_groups else f"the {wanted} rows of one step"
         least = f"{wanted / len(labels_N):.3g}"
         hint = f"{num_picks} of {len(labels_N)} rows are fewer than {why}: give at least {least}"
         raise UserError("data.coreset.fraction", spec.fraction, hint)
+    if spec.follows_model and num_picks > MOST_PICKS:
+        hint = f"{num_picks} rows are more than can be told at once: give at most {MOST_PICKS / len(labels_N):.3g}"
+        raise UserError("data.coreset.fraction", spec.fraction, hint)
+    first: Choice | None = None
     if spec.method == "random":
-        first = by_chance(spec, labels_N, num_picks, number=0)
-    else:
-        first = _meanwhile(lambda: _by_cover(spec, x_ND, labels_N, num_picks))
-    return Coreset(spec, labels_N, num_picks, first, seed=rng.key(seed, "coreset", "order"))
+        first = by_chance(spec, groups_N, num_picks, number=0)
+    elif not spec.follows_model:
+        first = _meanwhile(lambda: _by_cover(spec, x_ND, groups_N, num_picks))
+    return Coreset(spec, groups_N, num_picks, first, seed=rng.key(seed, "coreset", "order"))
 
 
 def by_chance(spec: CoresetSpec, labels_N: NDArray[np.int64], num_picks: int, *, number: int) -> Choice:

@@ -25,7 +25,7 @@ from skein.errors import LocalError, UserError
 from skein.model.layers import AnyModel, LabelledShape
 from skein.storage.roots import EVERYTHING, Roots
 from worker.data.cache import TokenCache
-from worker.data.coreset import Coreset, coreset_of
+from worker.data.coreset import Coreset, Drawing, coreset_of
 from worker.data.labelled import LabelledSamples, open_labelled
 from worker.data.samples import Integers, SampleWindows
 from worker.data.text import SourceOpening, open_source, open_tokens
@@ -83,19 +83,30 @@ class Dataset:
     def num_validation_samples(self) -> int:
         return self.selection.num_validation
 
-    def train_batch(self, positions: Sequence[int]) -> Batch:
-        """The training samples at `positions` of the endless shuffled sequence, in that order."""
+    def train_batch(self, positions: Sequence[int], drawing: Drawing | None = None) -> Batch:
+        """The training samples at `positions` of the endless shuffled sequence, in that order.
+
+        Args:
+            drawing: by a choice that was made along the run; none before the first, or where none is.
+        """
         if self.coreset is None:
             return self._batch(self.selection.train(int(position)) for position in positions)
-        places = [self._place(self.coreset, int(position)) for position in positions]
+        places = [self._place(self.coreset, int(position), drawing) for position in positions]
         weights = np.array([weight for _, weight in places], np.float32)
         return replace(self._batch(pick for pick, _ in places), weights=weights)
 
-    def _place(self, coreset: Coreset, position: int) -> tuple[Pick, float]:
-        if position < coreset.num_warmup:
+    def _place(self, coreset: Coreset, position: int, drawing: Drawing | None) -> tuple[Pick, float]:
+        place = coreset.place(position, drawing)
+        if place is None:
             return self.selection.train(position), 1.0
-        place = coreset.place(position)
-        return Pick(source=0, sample=int(self.selection.splits[0].train([place.row])[0])), place.weight
+        return self._row(place.row), place.weight
+
+    def _row(self, row: int) -> Pick:
+        return Pick(source=0, sample=int(self.selection.splits[0].train([row])[0]))
+
+    def row_batch(self, rows: Sequence[int]) -> Batch:
+        """Training samples by their number, from 0: what is chosen of."""
+        return self._batch(self._row(row) for row in rows)
 
     def validation_batch(self, positions: Sequence[int]) -> Batch:
         """The validation samples at `positions`: the same ones for the life of the job.

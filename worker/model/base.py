@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from skein.errors import LocalError
 from skein.model.layers import AnyModel
 from skein.model.parameters import parameter_shapes
 from skein.model.rows import parse_block, whole_shapes
@@ -120,6 +121,10 @@ class Stage(nn.Module, ABC):
     def head(self, x: Tensor) -> Tensor:
         """Logits, classes in the last dim, from what the last block gives."""
 
+    def into_head(self, x: Tensor) -> Tensor:
+        """Input of the last matrix of a classifier, (B, H), from what the last block gives."""
+        raise LocalError(f"{self.spec.family} is no classifier")
+
     @abstractmethod
     def initial(self, name: str, shape: torch.Size) -> tuple[float, float]:
         """Mean and standard deviation of the normal distribution a parameter begins with."""
@@ -162,6 +167,14 @@ class Stage(nn.Module, ABC):
             each = functional.cross_entropy(*flat, ignore_index=IGNORED_LABEL, reduction="none")
             total = (each.view(len(weights), -1) * weights.to(each)[:, None]).sum()
         return total, num_valid
+
+    def traits(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Input of the last matrix of a classifier, (B, H), and its logits, (B, C), as of `loss`."""
+        with self.autocast(x):
+            hidden = self.body(x)
+            logits, taken = self.head(hidden), self.into_head(hidden)
+        dtype = parameter_dtype(self.precision)
+        return taken.to(dtype), logits.to(dtype)
 
     def add_gradients(self, y: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Go back through the stage, and add the gradients of all parameters to their sums.

@@ -85,10 +85,14 @@ class DigitsCnnStage(Stage):
         return x
 
     def head(self, x: Tensor) -> Tensor:
-        assert self.norm is not None, "this stage has no head"
-        assert self.classifier is not None
-        logits: Tensor = self.classifier(self.norm(x))
+        assert self.classifier is not None, "this stage has no head"
+        logits: Tensor = self.classifier(self.into_head(x))
         return logits
+
+    def into_head(self, x: Tensor) -> Tensor:
+        assert self.norm is not None, "this stage has no head"
+        normed: Tensor = self.norm(x)
+        return normed.flatten(1)
 
     def initial(self, name: str, shape: torch.Size) -> tuple[float, float]:
         """He's initialisation for what is rectified, a small one for the classifier."""

@@ -44,8 +44,11 @@ class MlpStage(Stage):
 
     def head(self, x: Tensor) -> Tensor:
         assert self.classifier is not None, "this stage has no head"
-        logits: Tensor = self.classifier(self._taken(x, self.num_layers - 1))
+        logits: Tensor = self.classifier(self.into_head(x))
         return logits
+
+    def into_head(self, x: Tensor) -> Tensor:
+        return self._taken(x, self.num_layers - 1)
 
     def initial(self, name: str, shape: torch.Size) -> tuple[float, float]:
         """He's initialisation for what is rectified, Glorot's variance by inputs for all else."""

@@ -7,29 +7,43 @@ from pydantic import Field, model_validator
 from skein.errors import UserError
 from skein.spec import Spec
 
+Feature = Literal["last_layer", "logits", "inputs"]
+
 
 class CoresetSpec(Spec):
     """Part of the training rows that a classifier is trained on, with a weight for each; by default all rows count."""
 
     method: Literal["none", "craig", "random"] = "none"
-    """`craig` picks rows that cover those of their class, by their numbers, once; `random` is what to compare it with:
-    as many rows of each class, drawn evenly."""
+    """`craig` picks rows that cover those of their group; `random` is what to compare it with: as many rows of each
+    group, drawn evenly."""
     fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Share of the training rows that is chosen. Raise it where the loss stays above that of all rows."""
     warmup_epochs: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Times that all rows are seen, as without a choice, before only the chosen ones are."""
     refresh_epochs: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Times that a choice of `random` is seen until another is drawn; null: it stays. `craig` makes one."""
+    """Times that a choice is seen until another is made; null: it stays. Choices of inputs stay."""
+    feature: Feature = "last_layer"
+    """Numbers that `craig` compares rows by: gradients at the model's last layer, or its logits, when a choice is made;
+    or those of the rows themselves, once. Take inputs for convex models, such as `mlp` without widths."""
+    group_by: Literal["label", "source"] = "label"
+    """Rows stand for others of their class, or for any of their source. Take source where classes are many."""
     greedy: Literal["auto", "exact", "stochastic", "partitioned"] = "auto"
-    """Way in which `craig` looks for rows; `auto`: exactly up to 5,000 rows of a class, by samples up to 50,000, else
+    """Way in which `craig` looks for rows; `auto`: exactly up to 5,000 rows of a group, by samples up to 50,000, else
     in parts of 500."""
+    distributed: Literal["greedi", "local"] = "greedi"
+    """Choice of what several workers pick of their rows: again among all that they picked, or all of it, each its
+    share. Take local where so many picks are too much to send."""
+    max_overhead: Annotated[float, Field(gt=0, le=100)] = 0.25
+    """Seconds of a choice, as a share of those of the training since the one before, above which choices come half as
+    often from then on. Raise it if every choice is worth its time."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of what is drawn in choices. Other seeds of `random` show how far chance alone moves a result."""
 
     @model_validator(mode="after")
     def _check(self) -> "CoresetSpec":
-        if self.refresh_epochs is not None and self.method != "random":
-            hint = f"{self.method} has nothing to choose anew: leave it away, or give method: random"
+        if self.refresh_epochs is not None and not (self.method == "random" or self.follows_model):
+            what = "a choice of inputs" if self.chooses else "none"
+            hint = f"{what} has nothing to choose anew: leave it away, or give method: random or feature: last_layer"
             raise UserError("refresh_epochs", self.refresh_epochs, hint)
         return self
 
@@ -37,3 +51,16 @@ class CoresetSpec(Spec):
     def chooses(self) -> bool:
         """Whether only a part of the rows is trained on."""
         return self.method != "none"
+
+    @property
+    def follows_model(self) -> bool:
+        """Whether choices are made along the run, by what the model makes of rows."""
+        return self.method == "craig" and self.feature != "inputs"
+
+    def num_picks(self, num_rows: int) -> int:
+        """Rows of a choice among so many.
+
+        >>> CoresetSpec(method="craig", fraction=0.2).num_picks(1297)
+        259
+        """
+        return max(1, round(self.fraction * num_rows))

@@ -32,12 +32,19 @@ class Candidates:
     sizes: F32
     factors: tuple[F32, ...]
     num_set_aside: int
+    error: float = 0.0
+    """L of these rows for those that they stand for."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays, and 8 for a group's name and count."""
         arrays = (self.ids, self.sizes, *self.factors)
         return sum(x.nbytes for x in arrays) + 8 * len(self.counts) + 8
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of a row in each of its factors."""
+        return tuple(x.shape[1] for x in self.factors)
 
     @property
     def groups(self) -> Ids:
@@ -62,7 +69,7 @@ def propose(
         budget_by_group: `budgets` of the rows of all workers.
     """
     counts: dict[int, int] = {}
-    chosen, sizes = [np.empty(0, np.int64)], [np.empty(0)]
+    chosen, sizes, error = [np.empty(0, np.int64)], [np.empty(0)], 0.0
     for group, budget in sorted(budget_by_group.items()):
         rows = np.flatnonzero(features.are_finite & (groups_N == group))
         if not len(rows):
@@ -73,6 +80,7 @@ def propose(
         counts[group] = count
         chosen.append(rows[found.picks])
         sizes.append(found.sizes)
+        error += found.error
     own = np.concatenate(chosen)
     return Candidates(
         counts=counts,
@@ -80,6 +88,7 @@ def propose(
         sizes=np.concatenate(sizes).astype(np.float32),
         factors=tuple(x[own].astype(np.float32) for x in features.factors),
         num_set_aside=int((~features.are_finite).sum()),
+        error=error,
     )
 
 

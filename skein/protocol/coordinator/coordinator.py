@@ -120,6 +120,9 @@ class Coordinator:
             case io.PlanMade():
                 for run in self.runs:
                     run.planned(event, now=now)
+            case io.RowsChosen():
+                if (choosing := self._scheduler.runs.get(event.run)) is not None:
+                    choosing.chose(event, now=now)
             case io.ManifestWritten():
                 if (run_of := self._scheduler.runs.get(event.checkpoint.job)) is not None:
                     run_of.manifest_written(event, now=now)

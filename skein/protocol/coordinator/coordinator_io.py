@@ -1,19 +1,23 @@
 """Events and commands of a Coordinator machine: the border between deciding and acting."""
 
 import hmac
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from skein import rng
 from skein.config.job import JobSpec
+from skein.numeric.coreset.distributed import Candidates
+from skein.numeric.coreset.portions import Chosen, Picking, Portion, choose_of_portions
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.deadline import TimePassed
 from skein.protocol.log.history import History
 from skein.protocol.log.records import CheckpointCommitted, Record
-from skein.protocol.messages.directives import Beginning, Directive, Member, stamped
+from skein.protocol.messages.directives import Beginning, Directive, Member
 from skein.protocol.messages.positions import LogPosition, is_signed, signed
 from skein.protocol.messages.reports import Report
+from skein.protocol.messages.stamps import stamped
 from skein.topology.fleet import Fleet
 from skein.types import DEFAULT_NAMESPACE, Condition, Generation, Incarnation, JobId, Step, WorkerId
 
@@ -143,6 +147,15 @@ class CheckpointVerified:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsChosen:
+    """The answer to ChooseRows of the same number."""
+
+    request: int
+    run: JobId
+    chosen: Chosen
+
+
 Asked = SubmitAsked | CancelAsked | PauseAsked | ResumeAsked | DeleteAsked | DrainAsked | MeasureAsked
 """Request of a client."""
 
@@ -152,6 +165,7 @@ CoordinatorEvent = (
     | StreamBroken
     | Asked
     | PlanMade
+    | RowsChosen
     | ManifestWritten
     | CheckpointVerified
     | TimePassed
@@ -189,6 +203,25 @@ class MakePlan:
     fleet: Fleet
     previous: Plan | None
     steps_left: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChooseRows:
+    """Choose among what workers have picked of their portions of the rows. Answered by RowsChosen.
+
+    `proposed` has candidates of each, or why there are none. A newer request of the same run makes an older one void.
+    """
+
+    request: int
+    run: JobId
+    portions: Mapping[WorkerId, Portion]
+    proposed: Mapping[WorkerId, Candidates | str]
+    picking: Picking
+
+    def answer(self) -> RowsChosen:
+        """The choice; takes seconds where rows are many."""
+        chosen = choose_of_portions(self.portions, self.proposed, self.picking)
+        return RowsChosen(request=self.request, run=self.run, chosen=chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +274,7 @@ class Log:
 
 
 CoordinatorCommand = (
-    Append | Send | MakePlan | WriteManifest | VerifyCheckpoint | PruneCheckpoints | Halt | Log
+    Append | Send | MakePlan | ChooseRows | WriteManifest | VerifyCheckpoint | PruneCheckpoints | Halt | Log
 )
 
 
@@ -276,7 +309,7 @@ class Outbox:
         return is_signed(position, self._log_key)
 
     def next_request(self) -> int:
-        """A number for a MakePlan that no other has."""
+        """A number for a MakePlan or ChooseRows that no other has."""
         self.num_plans_asked += 1
         return self.num_plans_asked
 

@@ -1,6 +1,5 @@
 """The hard state: what the run log says. Live and replayed coordinators change it in one way, `apply(record)`."""
 
-from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite, prod
 from typing import assert_never
@@ -12,6 +11,7 @@ from skein.plan.plan import Plan
 from skein.protocol.log import records
 from skein.protocol.log.divergence import LossWatch
 from skein.protocol.log.holding import Holding, holding_of
+from skein.protocol.log.openings import Opening, is_covered, position_reached
 from skein.protocol.log.usage import Usage
 from skein.protocol.log.workclock import WorkClock
 from skein.protocol.messages.directives import Beginning, ChunkVersion, Decision, StepRecord
@@ -66,6 +66,8 @@ class JobHistory:
     num_late_samples: int = 0
     """Left out of committed steps, rolled back ones included."""
     last_evaluation: records.Evaluated | None = None
+    chosen: list[records.CoresetChosen] = field(default_factory=list)
+    """Choices of rows that count, oldest first."""
     losses: LossWatch = field(default_factory=LossWatch)
     clock: WorkClock = field(default_factory=WorkClock)
     diverged: records.Diverged | None = None
@@ -165,14 +167,6 @@ class JobHistory:
     def learning_rate_ratio(self) -> float:
         """Share that roll-backs have left of the learning rate that the job asks for."""
         return prod(back.learning_rate_ratio or 1.0 for back in self.rewinds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    """An epoch of the log, and the entry that begins it."""
-
-    record: records.EpochOpened
-    entry: int
 
 
 class History:
@@ -305,6 +299,10 @@ class History:
                 job.last_evaluation = record
                 job.clock.goes_on(record.wall_s)
                 job.scores[record.version] = record.loss if isfinite(record.loss) else inf
+            case records.CoresetChosen():
+                assert record.version == job.version, f"{record.version} at version {job.version}"
+                job.chosen.append(record)
+                job.clock.goes_on(record.wall_s)
             case records.CheckpointCommitted():
                 found = [c for c in job.checkpoints if c.version != record.version]
                 whole = [c.version for c in found if c.version not in job.damaged]
@@ -330,6 +328,7 @@ class History:
                 job.behind.clear()
                 job.version = record.to_version
                 job.learned = ()
+                job.chosen = [x for x in job.chosen if x.version <= record.to_version]
                 job.last_commit = None
                 job.standing = ()
                 job.rollbacks.append(record)
@@ -382,25 +381,11 @@ class History:
     @property
     def position(self) -> LogPosition | None:
         """Position that the log has reached; None before its first epoch."""
-        if not self.openings:
-            return None
-        origin = next((x for x in reversed(self.openings) if x.record.accepts_loss), self.openings[0])
-        newest = self.openings[-1].record
-        return LogPosition(
-            origin_s=origin.record.wall_s,
-            epoch=newest.epoch,
-            opened_s=newest.wall_s,
-            entry=self.num_records,
-        )
+        return position_reached(self.openings, self.num_records)
 
     def covers(self, known: LogPosition) -> bool:
         """Whether the log has all that somebody knows of it."""
-        place = bisect_left(self.openings, known.epoch, key=lambda opening: opening.record.epoch)
-        following = self.openings[place : place + 2]
-        if not following or following[0].record.epoch != known.epoch:
-            return False
-        end = following[1].entry - 1 if len(following) == 2 else self.num_records
-        return following[0].record.wall_s == known.opened_s and known.entry <= end
+        return is_covered(known, self.openings, self.num_records)
 
     def pending(self) -> list[JobHistory]:
         """Jobs with a run, or that wait for one, oldest first: arrays too, and no sweep, whose arrays run for it."""

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from skein.plan.plan import Plan
 from skein.protocol.messages.array_rounds import RowScore
+from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.directives import Beginning, CheckpointFile, StepRecord
 from skein.types import (
     Epoch,
@@ -108,6 +109,37 @@ class Evaluated:
     num_tokens: int
     wall_s: float
     rows: tuple[RowScore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoresetChosen:
+    """The rows that samples are drawn from, from `version` on: int32 ids, float32 rows that each stands for.
+
+    `farness` is L, or more, over `num_rows` less those set aside for features that are not finite; None: unknown.
+    `num_by_chance` are rows of the `num_faults` workers whose candidates were wanting: what stands for these was drawn.
+    """
+
+    job: JobId
+    version: Step
+    ids: bytes
+    sizes: bytes
+    digest: str
+    farness: float | None
+    num_rows: int
+    num_set_aside: int
+    num_by_chance: int
+    num_faults: int
+    passes: int
+    """Times that the choice is seen until another is made; 0: it stays."""
+    seconds: float
+    overhead: float | None
+    """Seconds of the selection over those of the training since the choice before; None: there was none."""
+    wall_s: float
+
+    @property
+    def told(self) -> ToldChoice:
+        """The choice as workers are told."""
+        return ToldChoice(version=self.version, ids=self.ids, sizes=self.sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,6 +399,7 @@ JobRecord = (
     | PlanAdopted
     | StepCommitted
     | Evaluated
+    | CoresetChosen
     | CheckpointCommitted
     | CheckpointChecked
     | CheckpointDeleted

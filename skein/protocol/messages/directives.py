@@ -4,20 +4,20 @@ Every directive of a run carries (epoch, generation): a lower epoch or generatio
 `skein.wire.codec` maps these classes to protos/skein/wire/v1 field by field, so names here are names there.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from skein.config.rule import Reach
 from skein.plan.plan import Group, Path, Schedule
 from skein.protocol.messages.array_rounds import ArrayRound, RowNumbers
+from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.positions import LogPosition
 from skein.protocol.messages.progress import ResumedChunk
+from skein.protocol.messages.stamps import EpochDirective, GenerationDirective
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.messages.ways import Ways
 from skein.types import (
     Attempt,
-    Epoch,
-    Generation,
     GroupId,
     Incarnation,
     JobId,
@@ -226,22 +226,6 @@ class CheckpointFile:
 
 # --- directives: coordinator to worker ---
 
-_UNSENT = Epoch(0), Generation(0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochDirective:
-    """Directive of one coordinator. Its maker leaves the epoch out: `stamped` puts it in where it is sent."""
-
-    epoch: Epoch = _UNSENT[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationDirective(EpochDirective):
-    """Directive within a generation, refused under any other."""
-
-    generation: Generation = _UNSENT[1]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(EpochDirective):
@@ -297,6 +281,8 @@ class Assign(GenerationDirective):
     """None: nothing of a step in progress counts any more."""
     begins: Beginning | None = None
     """Checkpoint whose parameters chunks of an initial source begin with; None: with what the job says."""
+    choice: ToldChoice | None = None
+    """Choice by which samples are drawn at `version`; None: all rows are, or what the job says of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,12 +296,22 @@ class Start(GenerationDirective):
 class Evaluate(GenerationDirective):
     """Forward `num_microbatches` of validation data through `version`, loss only.
 
-    In a probe all evaluation paths, one for each walker, get the same samples.
+    In a probe all evaluation paths, one for each walker, get the same samples. In a selection samples are the training
+    rows, and who has all of its share answers by `CandidatesPicked`.
     """
 
     version: Step
     num_microbatches: int
     phase: Phase = Phase.EVALUATE
+    num_rows: int = 0
+    """Training rows of all workers, in a selection."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UseChoice(GenerationDirective):
+    """A choice of rows is recorded: draw samples by it from its version on."""
+
+    choice: ToldChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,6 +464,7 @@ Directive = (
     | Assign
     | Start
     | Evaluate
+    | UseChoice
     | Prepare
     | TakeSketch
     | Commit
@@ -482,10 +479,3 @@ Directive = (
     | Ways
     | Dismiss
 )
-
-
-def stamped(directive: Directive, *, epoch: Epoch, generation: Generation) -> Directive:
-    """A directive as of this epoch and generation, as far as it is of any."""
-    if isinstance(directive, GenerationDirective):
-        return replace(directive, epoch=epoch, generation=generation)
-    return replace(directive, epoch=epoch) if isinstance(directive, EpochDirective) else directive

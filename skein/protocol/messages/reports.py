@@ -7,6 +7,7 @@ from skein.config.resources import Label
 from skein.numeric.sums import exact_sum
 from skein.plan.plan import ChunkTime, TransferTime
 from skein.protocol.messages.array_rounds import ArrayRound, RowScore
+from skein.protocol.messages.coresets import CandidatesPicked
 from skein.protocol.messages.directives import CheckpointFile, ChunkVersion, Ledger
 from skein.protocol.messages.positions import LogPosition
 from skein.protocol.messages.progress import ChunkProgress
@@ -333,6 +334,7 @@ Report = (
     | Vote
     | SketchTaken
     | EvaluationDone
+    | CandidatesPicked
     | CheckpointWritten
     | CheckpointUnread
     | CheckpointUnwritten

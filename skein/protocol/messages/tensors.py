@@ -23,14 +23,16 @@ from skein.types import (
 
 
 class Phase(StrEnum):
-    """Purpose of a microbatch: a step's gradient, the loss on validation data, or that of each walker on a probe.
+    """Purpose of a microbatch: a step's gradient, the loss on validation data, that of each walker on a probe, or what
+    training rows are to the model, so that some are chosen.
 
-    In an evaluation and in a probe nothing goes backward but the word that a slot is free again.
+    In all but the first nothing goes backward but the word that a slot is free again.
     """
 
     TRAIN = "train"
     EVALUATE = "evaluate"
     PROBE = "probe"
+    SELECT = "select"
 
     @property
     def trains(self) -> bool:
@@ -51,6 +53,11 @@ class Phase(StrEnum):
     def scores_walkers(self) -> bool:
         """Whether its losses say who leads, so that each goes with a claim of the parameters that it is of."""
         return self is Phase.PROBE
+
+    @property
+    def selects(self) -> bool:
+        """Whether its samples are the training rows, in their order, and their features are kept where paths end."""
+        return self is Phase.SELECT
 
     @property
     def replicates_samples(self) -> bool:

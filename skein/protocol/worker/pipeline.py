@@ -25,7 +25,7 @@ from skein.numeric.sums import exact_sum
 from skein.plan.ops import ChunkOrder, Direction, Kept, OpKind, only_using
 from skein.plan.plan import Path, PlannedOp, Schedule
 from skein.protocol.messages.array_rounds import ArrayRound, added_scores
-from skein.protocol.messages.directives import ChunkAssignment, Ledger, Origin
+from skein.protocol.messages.directives import Assign, ChunkAssignment, Evaluate, Ledger, Origin
 from skein.protocol.messages.reports import Balance
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.ops import (
@@ -239,6 +239,8 @@ class Pipeline:
 
     def begin(self, phase: Phase, origins: Iterable[Origin]) -> None:
         """Make the microbatches that start here ready at their first hop; one evaluation is at a time."""
+        if not phase.trains:
+            self._turn_to(phase)  # Where no path begins, what was scored before is still here.
         for origin in origins:
             self.arrive(
                 HopTensor(
@@ -281,14 +283,18 @@ class Pipeline:
             return outputs_of(
                 Direction.BACKWARD, tensor.phase, tensor.step, tensor.microbatch, tensor.hop, tensor.path
             )
-        if tensor.phase is not self._evaluating:
-            self._evaluating = tensor.phase
-            for other in self._chunks.values():
-                other.evaluation_losses.clear()
+        self._turn_to(tensor.phase)
         is_end = tensor.path.is_end(tensor.hop)
         queue = self._evaluation_losses if is_end else chunk.evaluation_forwards
         heappush(queue, (tensor.microbatch, tensor.hop, tensor.path))
         return ()
+
+    def _turn_to(self, phase: Phase) -> None:
+        """Forget losses of another purpose, which is over."""
+        if phase is not self._evaluating:
+            self._evaluating = phase
+            for chunk in self._chunks.values():
+                chunk.evaluation_losses.clear()
 
     def next_op(self) -> VisitOp | None:
         """The op to run now, or None if nothing that is here may run."""
@@ -353,10 +359,13 @@ class Pipeline:
         self.step = step
         self._seen.clear()
         self._peak, self._peak_before = 0, self._peak
+        # Of a selection that nobody waited for any longer.
+        self._evaluation_losses.clear()
         for chunk in self._chunks.values():
             chunk.peak, chunk.peak_before = 0, chunk.peak
             chunk.clear()
             chunk.evaluation_losses.clear()
+            chunk.evaluation_forwards.clear()
 
     def keep_on(self, step: Step) -> None:
         """The step before `step` is committed without this worker, which goes on with its own."""
@@ -401,6 +410,15 @@ class Pipeline:
         rounds, rest = divmod(num_evaluation, num_paths)
         visiting = self._chunks[stage].evaluation_paths
         return rounds * len(visiting) + sum(1 for path in visiting if path < rest)
+
+
+def evaluation_origins(assign: Assign, asked: Evaluate) -> tuple[Origin, ...]:
+    """Microbatches of an evaluation that start at a worker: number e takes evaluation path e modulo their number."""
+    return tuple(
+        Origin(microbatch=MicrobatchId(e), path=origin.path)
+        for origin in assign.evaluation_origins
+        for e in range(origin.microbatch, asked.num_microbatches, assign.num_evaluation_paths)
+    )
 
 
 def _total(losses: Iterable[Loss]) -> Loss:

@@ -19,7 +19,6 @@ from skein.protocol.messages.directives import (
     ChunkVersion,
     Commit,
     Evaluate,
-    Origin,
     Prepare,
     Resumption,
     Save,
@@ -45,10 +44,10 @@ from skein.protocol.worker.ops import (
     SketchOp,
     hop_key,
 )
-from skein.protocol.worker.pipeline import NOTHING, Carried, Pipeline
+from skein.protocol.worker.pipeline import NOTHING, Carried, Pipeline, evaluation_origins
 from skein.protocol.worker.reduction import Exchange, Moves, handed_out
 from skein.protocol.worker.standing import Standing
-from skein.protocol.worker.worker_io import DropTensor
+from skein.protocol.worker.worker_io import DropTensor, PickCandidates
 from skein.types import MicrobatchId, StageIndex, StageSpec, Step
 
 StepDirective = Start | Evaluate | Prepare | TakeSketch | Commit | Save
@@ -72,8 +71,7 @@ class Steps:
         self._told: list[StepRecord] = []
         """Decisions that were heard under the plan that was built last, and not applied before it ended."""
         self._to_begin: Start | Evaluate | None = None
-        self._num_evaluation = 0
-        self._evaluating = Phase.EVALUATE
+        self._evaluating: Evaluate | None = None
         self._reported: set[tuple[Phase, StageIndex]] = set()
         self._queue: deque[Op] = deque()
         self._fenced: Pipeline | None = None
@@ -224,9 +222,8 @@ class Steps:
         elif isinstance(asked, Evaluate) and asked.version == self.version:
             self._to_begin = None
             self._given_up = ()
-            self._num_evaluation = asked.num_microbatches
-            self._evaluating = asked.phase
-            self.pipeline.begin(asked.phase, self._evaluation_origins(self._assign))
+            self._evaluating = asked
+            self.pipeline.begin(asked.phase, evaluation_origins(self._assign, asked))
             self._report_evaluated()
 
     def _begin_training(self, pipeline: Pipeline, assign: Assign) -> None:
@@ -241,14 +238,6 @@ class Steps:
         # A chunk that no path visits is complete as it is.
         for chunk in assign.chunks:
             self._report_done(chunk.stage.index)
-
-    def _evaluation_origins(self, assign: Assign) -> tuple[Origin, ...]:
-        """Evaluation microbatch e takes evaluation path e modulo their number."""
-        return tuple(
-            Origin(microbatch=MicrobatchId(e), path=origin.path)
-            for origin in assign.evaluation_origins
-            for e in range(origin.microbatch, self._num_evaluation, assign.num_evaluation_paths)
-        )
 
     def _save(self, directive: Save) -> None:
         """Queue behind the update that makes the version, if that is still to come."""
@@ -378,7 +367,7 @@ class Steps:
             self._keep_on(self.pipeline)
         else:
             self.pipeline.advance(self.version)
-            self._num_evaluation = 0
+            self._evaluating = None
         for prepare in due:
             self._prepare(prepare)
         if commit.goes_on and not keeps_step and self._assign is not None:
@@ -469,26 +458,33 @@ class Steps:
         )
 
     def _report_evaluated(self) -> None:
-        """Report each head here whose evaluation microbatches all have their loss."""
-        if self.pipeline is None or self._assign is None or not self._num_evaluation:
+        """Report each head here whose evaluation microbatches all have their loss; of a selection, pick of its rows."""
+        asked = self._evaluating
+        if self.pipeline is None or self._assign is None or asked is None:
             return
         for stage in (spec.index for spec in self.chunks):
             microbatches, loss = self.pipeline.evaluation_loss(stage)
             expected = self.pipeline.expected_evaluations(
-                stage, self._num_evaluation, self._assign.num_evaluation_paths
+                stage, asked.num_microbatches, self._assign.num_evaluation_paths
             )
-            reported = (self._evaluating, stage)
+            reported = (asked.phase, stage)
             if not microbatches or len(microbatches) < expected or reported in self._reported:
                 continue
             self._reported.add(reported)
+            generation = self._standing.generation
+            if asked.phase.selects:
+                self._standing.commands.append(
+                    PickCandidates(generation=generation, version=self.version, num_rows=asked.num_rows)
+                )
+                continue
             self._standing.tell(
                 EvaluationDone(
-                    generation=self._standing.generation,
+                    generation=generation,
                     version=self.version,
                     microbatches=microbatches,
                     loss_sum=loss.loss_sum,
                     num_tokens=loss.num_tokens,
-                    phase=self._evaluating,
+                    phase=asked.phase,
                     digest=loss.digest,
                     rows=loss.rows,
                 )

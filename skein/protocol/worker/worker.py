@@ -12,6 +12,7 @@ from typing import assert_never
 from skein import PROTOCOL_VERSION
 from skein.protocol.deadline import TimePassed
 from skein.protocol.messages import directives, reports, ways
+from skein.protocol.messages.coresets import CandidatesPicked
 from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.building import Building
 from skein.protocol.worker.copies import Copies
@@ -90,6 +91,7 @@ class Worker:
                 | reports.CheckpointUnwritten()
                 | reports.LinksMeasured()
                 | reports.PeersSeen()
+                | CandidatesPicked()
             ):
                 self._standing.tell(event)
             case io.DeviceMeasured():
@@ -243,6 +245,9 @@ class Worker:
                 self._dismiss(directive)
             case directives.NewGeneration():
                 self._new_generation(directive)
+            case directives.UseChoice():
+                if (directive.epoch, directive.generation) == self._standing.place:
+                    self._standing.commands.append(io.TakeChoice(choice=directive.choice))
             case directives.Assign():
                 if (directive.epoch, directive.generation) == self._standing.place:
                     self._building.want(directive)

@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from skein.config.resources import Label
 from skein.protocol.deadline import TimePassed
+from skein.protocol.messages.coresets import CandidatesPicked, ToldChoice
 from skein.protocol.messages.directives import (
     Assign,
     ChunkVersion,
@@ -199,7 +200,7 @@ class LogShortened:
     is_wanted: bool
 
 
-Finding = CheckpointWritten | CheckpointUnwritten | LinksMeasured | PeersSeen
+Finding = CheckpointWritten | CheckpointUnwritten | LinksMeasured | PeersSeen | CandidatesPicked
 """Outcome of work beside the ops: the coordinator hears of it as it is."""
 
 WorkerEvent = (
@@ -250,6 +251,25 @@ class Complete:
     """
 
     op: SaveOp | SnapshotOp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickCandidates:
+    """Pick of the rows whose features are here at `version`, beside everything else. Answered by CandidatesPicked.
+
+    `num_rows`: of all workers.
+    """
+
+    generation: Generation
+    version: Step
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeChoice:
+    """Draw samples by this choice from now on."""
+
+    choice: ToldChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,6 +375,8 @@ WorkerCommand = (
     SendReport
     | RunOp
     | Complete
+    | PickCandidates
+    | TakeChoice
     | SendTensor
     | DropTensor
     | Build

@@ -16,6 +16,7 @@ from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, stage_cost
 from skein.numeric.sketch import SKETCH_LENGTH
 from skein.plan.ops import Direction, Kept
+from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.directives import Assign, Decision
 from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.reports import Balance
@@ -172,6 +173,10 @@ class SimExecutor:
         self._shard_bytes: dict[GroupId, int] = {}
         self._visits = Visits(by_stage={}, by_chunk={})
         self._is_resumed = False
+        self.choice: ToldChoice | None = None
+        """By which samples are drawn; None: as the job says."""
+        self.looked_at: set[MicrobatchId] = set()
+        """Microbatches of training rows whose features are here."""
         self._kept: set[tuple[Kept, MicrobatchId, StageIndex]] = set()
 
     def build(
@@ -187,6 +192,8 @@ class SimExecutor:
         """
         self._given_up |= {chunk.stage: chunk for chunk in self.chunks.values()}
         self.times = times
+        self.choice = assign.choice
+        self.looked_at.clear()
         self._visits = visits
         self._members = {group.group: group.members for group in assign.groups}
         before = self.chunks
@@ -323,6 +330,8 @@ class SimExecutor:
             self._kept.discard((row.uses, *place))
         if row.leaves and op.phase.keeps_graph:
             self._kept.add((row.leaves, *place))
+        if row.scores and op.phase.selects:
+            self.looked_at.add(op.microbatch)
         if op.accumulates:
             accumulated = self.chunks[op.chunk.stage].accumulated
             contribution = (op.step, op.microbatch, op.chunk.stage)

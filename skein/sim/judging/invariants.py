@@ -9,13 +9,18 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from skein.config.job import ArrayJob, JobSpec
 from skein.plan.changing.shards import rows_by_end
+from skein.plan.ops import Direction
 from skein.plan.plan import Plan
+from skein.protocol.log.choosing import choice_due_at
 from skein.protocol.log.history import History
 from skein.protocol.log.records import (
     Averaged,
     CheckpointCommitted,
+    CoresetChosen,
     EpochOpened,
     GenerationOpened,
     JobEnded,
@@ -26,6 +31,7 @@ from skein.protocol.log.records import (
     RolledBack,
     StepCommitted,
 )
+from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.directives import (
     Assign,
     Commit,
@@ -182,6 +188,8 @@ class Invariants:
                 if isinstance(spec, ArrayJob):
                     _check_round(spec, branch.records[-1:], record.record)
                 self._committed(branch, record.record, num_samples=spec.batch.samples)
+            case CoresetChosen():
+                _check_choice(record)
             case RolledBack():
                 branch = self._branches[record.job]
                 del branch.records[record.to_version :]
@@ -321,6 +329,21 @@ class Invariants:
             if built != who.generation:
                 raise Violated(f"{who.identity.worker} computes under {who.generation}, has built {built}")
 
+    def draws(self, who: Worker, op: Op, choice: ToldChoice | None) -> None:
+        """Samples of a step are drawn by the choice that was recorded last before it, once one is due."""
+        job = None if who.job is None else self._replayed.jobs[who.job]
+        if job is None or who.generation != job.generation or not isinstance(op, ComputeOp):
+            return
+        is_drawn = op.kind.row.takes is Direction.FORWARD and op.operand is None
+        if not op.phase.trains or not is_drawn or op.step > job.version:
+            return
+        name, due_at = who.identity.worker, choice_due_at(job)
+        if due_at is not None and op.step >= due_at:
+            raise Violated(f"{name} draws samples of step {op.step}, before which rows are to be chosen")
+        recorded = [record.told for record in job.chosen if record.version <= op.step]
+        if choice != (recorded[-1] if recorded else None):
+            raise Violated(f"{name} draws samples of step {op.step} by another choice than was recorded")
+
     def applies(self, who: Worker, record: StepRecord, lineages: Iterable[str]) -> None:
         """Chunks of these lineages are about to be updated by `record`."""
         branch = self._branch(who)
@@ -386,6 +409,20 @@ def _check_rows(job: JobSpec, plan: Plan) -> None:
         rows = [row for block in held for row in block]
         if rows and rows != [*range(job.model.vocab_size or 0)]:
             raise Violated(f"stages of the {end} hold rows {held} of {job.model.vocab_size}")
+
+
+def _check_choice(record: CoresetChosen) -> None:
+    """Rows are chosen once each, and together stand for all rows but those that were set aside."""
+    choice = record.told.read()
+    ids, total = choice.ids, float(choice.sizes.sum(dtype=float))
+    if len(np.unique(ids)) != len(ids) or not len(ids) or ids.min() < 0 or ids.max() >= record.num_rows:
+        raise Violated(f"rows {ids.tolist()} of {record.num_rows} are chosen")
+    if (choice.sizes <= 0).any() or abs(total - (record.num_rows - record.num_set_aside)) > 1e-3 * total:
+        raise Violated(
+            f"rows that stand for {total} are chosen of {record.num_rows}, {record.num_set_aside} set aside"
+        )
+    if choice.digest != record.digest:
+        raise Violated(f"the choice {choice.digest} is recorded as {record.digest}")
 
 
 def _grows(what: str, before: int, after: int) -> None:

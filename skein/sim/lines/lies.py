@@ -85,6 +85,8 @@ def _other(value: T, draw: Draw) -> T:
         found = _picked((*_NAMES, f"{value}x"), draw)
     elif isinstance(value, GroupId):
         found = Own(StageIndex(0 if _picked((*_NAMES, ""), draw) == "s0" else _NO_STAGE))
+    elif isinstance(value, bytes):
+        found = _picked((value[1:], value[:-1], value[::-1], value + value[:1], b""), draw)
     else:
         assert isinstance(value, tuple)
         found = _picked((value[1:], value[:-1], value[::-1], (*value, *value[:1]), ()), draw)

@@ -13,6 +13,7 @@ from skein.protocol.worker.ops import SaveOp
 from skein.protocol.worker.worker_io import Build, BuildFailed, Built, WorkerEvent
 from skein.sim.clock import Clock
 from skein.sim.compute.executor import StageTimes, stage_times
+from skein.sim.compute.rows import NUM_ROWS
 from skein.sim.judging.invariants import Invariants, Violated, initial_of
 from skein.sim.lines.network import Network
 from skein.sim.processes.copies import SimCopies
@@ -129,11 +130,14 @@ class Builds:
         self._invariants.built(worker.machine, assign.generation)
         built = Built(
             generation=assign.generation,
-            num_train_samples=10**6 if search.is_origin else 0,
+            num_train_samples=self._num_rows(assign.job) if search.is_origin else 0,
             num_validation_samples=10**4 if search.is_origin else 0,
             data_fingerprint="data" if search.is_origin else "",
         )
         self._give(worker, built)
+
+    def _num_rows(self, job: JobId) -> int:
+        return NUM_ROWS if self._spec_of(job).data.coreset.follows_model else 10**6
 
     def _tell(self, worker: SimWorker, build: int, failed: BuildFailed) -> None:
         if build == worker.build:

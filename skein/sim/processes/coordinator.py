@@ -17,6 +17,7 @@ from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import (
     Append,
     CheckpointVerified,
+    ChooseRows,
     CoordinatorCommand,
     CoordinatorEvent,
     Halt,
@@ -41,6 +42,8 @@ APPEND_S = 0.002
 READ_S = 0.05
 """Reading a checkpoint, to see whether it is whole."""
 PLAN_S = 0.2
+CHOOSE_S = 0.3
+"""Seconds of the second stage of a choice of rows."""
 RESTART_S = 1.0
 """Seconds from a coordinator's death to its successor."""
 
@@ -271,6 +274,8 @@ class SimService(ABC):
                 self._send_directive(command)
             case MakePlan():
                 self.clock.after(PLAN_S, partial(self.tell_term, self.term, plan_here(command, self.planner)))
+            case ChooseRows():
+                self.clock.after(CHOOSE_S, partial(self.tell_term, self.term, command.answer()))
             case WriteManifest():
                 self.clock.after(READ_S, partial(self._complete, self.term, command.checkpoint))
             case VerifyCheckpoint():

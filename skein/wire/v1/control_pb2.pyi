@@ -141,6 +141,7 @@ class Report(_message.Message):
     PEERS_SEEN_FIELD_NUMBER: _builtins.int
     DATA_OPENED_FIELD_NUMBER: _builtins.int
     SKETCH_TAKEN_FIELD_NUMBER: _builtins.int
+    CANDIDATES_PICKED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -183,6 +184,8 @@ class Report(_message.Message):
     def data_opened(self) -> Global___DataOpened: ...
     @_builtins.property
     def sketch_taken(self) -> Global___SketchTaken: ...
+    @_builtins.property
+    def candidates_picked(self) -> Global___CandidatesPicked: ...
     def __init__(
         self,
         *,
@@ -207,12 +210,13 @@ class Report(_message.Message):
         peers_seen: Global___PeersSeen | None = ...,
         data_opened: Global___DataOpened | None = ...,
         sketch_taken: Global___SketchTaken | None = ...,
+        candidates_picked: Global___CandidatesPicked | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "data_opened", b"data_opened", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "sketch_taken", b"sketch_taken", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "candidates_picked", b"candidates_picked", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "data_opened", b"data_opened", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "sketch_taken", b"sketch_taken", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "data_opened", b"data_opened", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "sketch_taken", b"sketch_taken", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "beat", b"beat", "body", b"body", "candidates_picked", b"candidates_picked", "checkpoint_unread", b"checkpoint_unread", "checkpoint_unwritten", b"checkpoint_unwritten", "checkpoint_written", b"checkpoint_written", "chunks_ready", b"chunks_ready", "data_opened", b"data_opened", "evaluation_done", b"evaluation_done", "hello", b"hello", "leaving", b"leaving", "links_measured", b"links_measured", "log_lines", b"log_lines", "peers_seen", b"peers_seen", "prefetched", b"prefetched", "sketch_taken", b"sketch_taken", "speed_measured", b"speed_measured", "stage_done", b"stage_done", "suspected", b"suspected", "times_measured", b"times_measured", "trouble", b"trouble", "vote", b"vote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines", "times_measured", "prefetched", "checkpoint_unread", "checkpoint_unwritten", "speed_measured", "peers_seen", "data_opened", "sketch_taken"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "beat", "ack", "chunks_ready", "stage_done", "vote", "evaluation_done", "checkpoint_written", "links_measured", "suspected", "trouble", "leaving", "log_lines", "times_measured", "prefetched", "checkpoint_unread", "checkpoint_unwritten", "speed_measured", "peers_seen", "data_opened", "sketch_taken", "candidates_picked"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -241,6 +245,7 @@ class Directive(_message.Message):
     OPEN_DATA_FIELD_NUMBER: _builtins.int
     WAYS_FIELD_NUMBER: _builtins.int
     TAKE_SKETCH_FIELD_NUMBER: _builtins.int
+    USE_CHOICE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -279,6 +284,8 @@ class Directive(_message.Message):
     def ways(self) -> Global___Ways: ...
     @_builtins.property
     def take_sketch(self) -> Global___TakeSketch: ...
+    @_builtins.property
+    def use_choice(self) -> Global___UseChoice: ...
     def __init__(
         self,
         *,
@@ -301,12 +308,13 @@ class Directive(_message.Message):
         open_data: Global___OpenData | None = ...,
         ways: Global___Ways | None = ...,
         take_sketch: Global___TakeSketch | None = ...,
+        use_choice: Global___UseChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "take_sketch", b"take_sketch", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "take_sketch", b"take_sketch", "use_choice", b"use_choice", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "take_sketch", b"take_sketch", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "take_sketch", b"take_sketch", "use_choice", b"use_choice", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss", "snapshot", "prefetch", "follow", "measure", "look", "open_data", "ways", "take_sketch"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss", "snapshot", "prefetch", "follow", "measure", "look", "open_data", "ways", "take_sketch", "use_choice"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1108,6 +1116,102 @@ class EvaluationDone(_message.Message):
 Global___EvaluationDone: _TypeAlias = EvaluationDone  # noqa: Y015
 
 @_typing.final
+class CandidatesPicked(_message.Message):
+    """Part of what a worker has picked of its rows, to choose among; or why it could not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    NUM_PARTS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    FACTORS_FIELD_NUMBER: _builtins.int
+    NUM_SET_ASIDE_FIELD_NUMBER: _builtins.int
+    FARNESS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    version: _builtins.int
+    part: _builtins.int
+    num_parts: _builtins.int
+    ids: _builtins.bytes
+    """int32, little-endian, as all that follows."""
+    sizes: _builtins.bytes
+    """float32: how many rows each stands for."""
+    num_set_aside: _builtins.int
+    """Rows of all parts whose features are not finite."""
+    farness: _builtins.float
+    """Distance from rows to the candidates that stand for them, summed over all parts."""
+    error: _builtins.str
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the rows of this part, in order,"""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """and how many rows each has."""
+
+    @_builtins.property
+    def factors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """float32: features, one row after the other."""
+
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        version: _builtins.int = ...,
+        part: _builtins.int = ...,
+        num_parts: _builtins.int = ...,
+        groups: _abc.Iterable[_builtins.int] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        ids: _builtins.bytes = ...,
+        sizes: _builtins.bytes = ...,
+        factors: _abc.Iterable[_builtins.bytes] | None = ...,
+        num_set_aside: _builtins.int = ...,
+        farness: _builtins.float = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "error", b"error", "factors", b"factors", "farness", b"farness", "generation", b"generation", "groups", b"groups", "ids", b"ids", "num_parts", b"num_parts", "num_set_aside", b"num_set_aside", "part", b"part", "sizes", b"sizes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CandidatesPicked: _TypeAlias = CandidatesPicked  # noqa: Y015
+
+@_typing.final
+class ToldChoice(_message.Message):
+    """By which rows samples are drawn from `version` on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    ids: _builtins.bytes
+    """int32, little-endian."""
+    sizes: _builtins.bytes
+    """float32, little-endian: how many rows each stands for."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        ids: _builtins.bytes = ...,
+        sizes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "sizes", b"sizes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToldChoice: _TypeAlias = ToldChoice  # noqa: Y015
+
+@_typing.final
 class CheckpointWritten(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1586,6 +1690,7 @@ class Assign(_message.Message):
     EVALUATION_ORIGINS_FIELD_NUMBER: _builtins.int
     RESUMPTION_FIELD_NUMBER: _builtins.int
     BEGINS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     job: _builtins.str
@@ -1610,6 +1715,10 @@ class Assign(_message.Message):
     def begins(self) -> _ids_pb2.Beginning:
         """What chunks of an initial source begin with; absent: with what the job says."""
 
+    @_builtins.property
+    def choice(self) -> Global___ToldChoice:
+        """By which samples are drawn; absent: all rows are."""
+
     def __init__(
         self,
         *,
@@ -1627,17 +1736,22 @@ class Assign(_message.Message):
         evaluation_origins: _abc.Iterable[Global___Origin] | None = ...,
         resumption: Global___Resumption | None = ...,
         begins: _ids_pb2.Beginning | None = ...,
+        choice: Global___ToldChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_resumption", b"_resumption", "begins", b"begins", "resumption", b"resumption", "schedule", b"schedule"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_choice", b"_choice", "_resumption", b"_resumption", "begins", b"begins", "choice", b"choice", "resumption", b"resumption", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_resumption", b"_resumption", "begins", b"begins", "chunks", b"chunks", "epoch", b"epoch", "evaluation_origins", b"evaluation_origins", "generation", b"generation", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_evaluation_paths", b"num_evaluation_paths", "num_paths", b"num_paths", "origins", b"origins", "resumption", b"resumption", "schedule", b"schedule", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_choice", b"_choice", "_resumption", b"_resumption", "begins", b"begins", "choice", b"choice", "chunks", b"chunks", "epoch", b"epoch", "evaluation_origins", b"evaluation_origins", "generation", b"generation", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_evaluation_paths", b"num_evaluation_paths", "num_paths", b"num_paths", "origins", b"origins", "resumption", b"resumption", "schedule", b"schedule", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__begins: _TypeAlias = _typing.Literal["begins"]  # noqa: Y015
     _WhichOneofArgType__begins: _TypeAlias = _typing.Literal["_begins", b"_begins"]  # noqa: Y015
+    _WhichOneofReturnType__choice: _TypeAlias = _typing.Literal["choice"]  # noqa: Y015
+    _WhichOneofArgType__choice: _TypeAlias = _typing.Literal["_choice", b"_choice"]  # noqa: Y015
     _WhichOneofReturnType__resumption: _TypeAlias = _typing.Literal["resumption"]  # noqa: Y015
     _WhichOneofArgType__resumption: _TypeAlias = _typing.Literal["_resumption", b"_resumption"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__begins) -> _WhichOneofReturnType__begins | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choice) -> _WhichOneofReturnType__choice | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resumption) -> _WhichOneofReturnType__resumption | None: ...
 
@@ -1677,11 +1791,14 @@ class Evaluate(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     NUM_MICROBATCHES_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     version: _builtins.int
     num_microbatches: _builtins.int
     phase: _ids_pb2.Phase.ValueType
+    num_rows: _builtins.int
+    """SELECT: training rows of all workers; else 0."""
     def __init__(
         self,
         *,
@@ -1690,14 +1807,43 @@ class Evaluate(_message.Message):
         version: _builtins.int = ...,
         num_microbatches: _builtins.int = ...,
         phase: _ids_pb2.Phase.ValueType = ...,
+        num_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "num_microbatches", b"num_microbatches", "phase", b"phase", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "num_microbatches", b"num_microbatches", "num_rows", b"num_rows", "phase", b"phase", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Evaluate: _TypeAlias = Evaluate  # noqa: Y015
+
+@_typing.final
+class UseChoice(_message.Message):
+    """A choice is recorded: samples are drawn by it from here on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    generation: _builtins.int
+    @_builtins.property
+    def choice(self) -> Global___ToldChoice: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        choice: Global___ToldChoice | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "epoch", b"epoch", "generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UseChoice: _TypeAlias = UseChoice  # noqa: Y015
 
 @_typing.final
 class TakeSketch(_message.Message):

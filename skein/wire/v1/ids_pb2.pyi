@@ -86,6 +86,8 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     """The loss on validation data; nothing goes backward."""
     PHASE_PROBE: _Phase.ValueType  # 3
     """The loss of each walker on the same few validation samples; nothing goes backward."""
+    PHASE_SELECT: _Phase.ValueType  # 4
+    """What every training row is to the model, to choose some; nothing goes backward."""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
     """What a microbatch travels for."""
@@ -98,6 +100,8 @@ PHASE_EVALUATE: Phase.ValueType  # 2
 """The loss on validation data; nothing goes backward."""
 PHASE_PROBE: Phase.ValueType  # 3
 """The loss of each walker on the same few validation samples; nothing goes backward."""
+PHASE_SELECT: Phase.ValueType  # 4
+"""What every training row is to the model, to choose some; nothing goes backward."""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 class _Direction:

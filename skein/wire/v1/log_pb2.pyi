@@ -126,6 +126,7 @@ class Record(_message.Message):
     DATA_COUNTED_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     CHECKPOINT_DELETED_FIELD_NUMBER: _builtins.int
+    CORESET_CHOSEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def epoch_opened(self) -> Global___EpochOpened: ...
     @_builtins.property
@@ -166,6 +167,8 @@ class Record(_message.Message):
     def quarantined(self) -> Global___Quarantined: ...
     @_builtins.property
     def checkpoint_deleted(self) -> Global___CheckpointDeleted: ...
+    @_builtins.property
+    def coreset_chosen(self) -> Global___CoresetChosen: ...
     def __init__(
         self,
         *,
@@ -189,12 +192,13 @@ class Record(_message.Message):
         data_counted: Global___DataCounted | None = ...,
         quarantined: Global___Quarantined | None = ...,
         checkpoint_deleted: Global___CheckpointDeleted | None = ...,
+        coreset_chosen: Global___CoresetChosen | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "checkpoint_deleted", b"checkpoint_deleted", "data_counted", b"data_counted", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "quarantined", b"quarantined", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "checkpoint_deleted", b"checkpoint_deleted", "coreset_chosen", b"coreset_chosen", "data_counted", b"data_counted", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "quarantined", b"quarantined", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "checkpoint_deleted", b"checkpoint_deleted", "data_counted", b"data_counted", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "quarantined", b"quarantined", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaged", b"averaged", "body", b"body", "checkpoint_checked", b"checkpoint_checked", "checkpoint_committed", b"checkpoint_committed", "checkpoint_deleted", b"checkpoint_deleted", "coreset_chosen", b"coreset_chosen", "data_counted", b"data_counted", "diverged", b"diverged", "drained", b"drained", "epoch_opened", b"epoch_opened", "evaluated", b"evaluated", "generation_opened", b"generation_opened", "halt_asked", b"halt_asked", "incident", b"incident", "job_ended", b"job_ended", "job_held", b"job_held", "job_resumed", b"job_resumed", "job_submitted", b"job_submitted", "plan_adopted", b"plan_adopted", "quarantined", b"quarantined", "rolled_back", b"rolled_back", "step_committed", b"step_committed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident", "drained", "averaged", "diverged", "checkpoint_checked", "halt_asked", "job_held", "job_resumed", "data_counted", "quarantined", "checkpoint_deleted"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["epoch_opened", "job_submitted", "generation_opened", "plan_adopted", "step_committed", "evaluated", "checkpoint_committed", "rolled_back", "job_ended", "incident", "drained", "averaged", "diverged", "checkpoint_checked", "halt_asked", "job_held", "job_resumed", "data_counted", "quarantined", "checkpoint_deleted", "coreset_chosen"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -543,6 +547,81 @@ class Evaluated(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Evaluated: _TypeAlias = Evaluated  # noqa: Y015
+
+@_typing.final
+class CoresetChosen(_message.Message):
+    """The rows that samples are drawn from, from `version` on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FARNESS_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_SET_ASIDE_FIELD_NUMBER: _builtins.int
+    NUM_BY_CHANCE_FIELD_NUMBER: _builtins.int
+    NUM_FAULTS_FIELD_NUMBER: _builtins.int
+    PASSES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    OVERHEAD_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    version: _builtins.int
+    ids: _builtins.bytes
+    """int32, little-endian."""
+    sizes: _builtins.bytes
+    """float32, little-endian: how many rows each stands for."""
+    digest: _builtins.str
+    """Hex SHA-256 of both."""
+    farness: _builtins.float
+    """Distance from rows to what stands for them, summed, at most; absent: nobody knows."""
+    num_rows: _builtins.int
+    num_set_aside: _builtins.int
+    num_by_chance: _builtins.int
+    """Rows that what stands for was drawn by chance, for want of their workers' candidates."""
+    num_faults: _builtins.int
+    """Workers whose candidates were wanting."""
+    passes: _builtins.int
+    """Over the choice, until another is made; 0: it stays."""
+    seconds: _builtins.float
+    overhead: _builtins.float
+    """Seconds over those of the training since the choice before."""
+    wall_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        version: _builtins.int = ...,
+        ids: _builtins.bytes = ...,
+        sizes: _builtins.bytes = ...,
+        digest: _builtins.str = ...,
+        farness: _builtins.float | None = ...,
+        num_rows: _builtins.int = ...,
+        num_set_aside: _builtins.int = ...,
+        num_by_chance: _builtins.int = ...,
+        num_faults: _builtins.int = ...,
+        passes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        overhead: _builtins.float | None = ...,
+        wall_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_farness", b"_farness", "_overhead", b"_overhead", "farness", b"farness", "overhead", b"overhead"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_farness", b"_farness", "_overhead", b"_overhead", "digest", b"digest", "farness", b"farness", "ids", b"ids", "job", b"job", "num_by_chance", b"num_by_chance", "num_faults", b"num_faults", "num_rows", b"num_rows", "num_set_aside", b"num_set_aside", "overhead", b"overhead", "passes", b"passes", "seconds", b"seconds", "sizes", b"sizes", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__farness: _TypeAlias = _typing.Literal["farness"]  # noqa: Y015
+    _WhichOneofArgType__farness: _TypeAlias = _typing.Literal["_farness", b"_farness"]  # noqa: Y015
+    _WhichOneofReturnType__overhead: _TypeAlias = _typing.Literal["overhead"]  # noqa: Y015
+    _WhichOneofArgType__overhead: _TypeAlias = _typing.Literal["_overhead", b"_overhead"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__farness) -> _WhichOneofReturnType__farness | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overhead) -> _WhichOneofReturnType__overhead | None: ...
+
+Global___CoresetChosen: _TypeAlias = CoresetChosen  # noqa: Y015
 
 @_typing.final
 class CheckpointCommitted(_message.Message):

@@ -37,7 +37,7 @@ def source(tmp_path: Path) -> ArraysSource:
 
 
 def opened(source: ArraysSource, *, ratio: float = 0.0, seed: int = 3, **settings: str | float) -> Dataset:
-    spec = CoresetSpec.model_validate({"fraction": 0.1, **settings})
+    spec = CoresetSpec.model_validate({"fraction": 0.1, "feature": "inputs", **settings})
     return open_dataset(DataSpec(sources=(source,), validation_ratio=ratio, coreset=spec), MODEL, seed=seed)
 
 
@@ -67,6 +67,7 @@ def test_weights_are_sizes_scaled_to_a_mean_of_one(source: ArraysSource, method:
     dataset = opened(source, method=method)
     assert dataset.coreset is not None
     choice = dataset.coreset.first
+    assert choice is not None
     assert choice.sizes.sum() == NUM_ROWS
     weights = [weight for _, weight in drawn(dataset, range(20))]
     assert np.mean(weights) == pytest.approx(1.0, rel=1e-6)

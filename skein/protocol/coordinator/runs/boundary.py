@@ -6,6 +6,7 @@ Rules of this file
 """
 
 from skein.plan.plan import Plan
+from skein.protocol.coordinator.coordinator_io import RowsChosen
 from skein.protocol.coordinator.runs import phase as phases
 from skein.protocol.coordinator.runs.course import RunCourse
 from skein.protocol.coordinator.runs.ending import Rewind
@@ -86,7 +87,7 @@ class Boundary:
         return self._parts.improving.wish
 
     def go_on(self, *, now: float) -> None:
-        """Go on from the log's version, at which all workers wait: evaluate, save and end, change the plan, or step."""
+        """Go on from the log's version, where all wait: evaluate, save, end, change the plan, choose rows or step."""
         parts, is_due = self._parts, self._parts.evaluation.is_due()
         parts.vigil.moved(now=now)
         parts.ending.look(is_evaluated=not is_due, now=now)
@@ -106,8 +107,17 @@ class Boundary:
         elif change is not None:
             # Between steps whatever was chosen can be put in place; without that, what is here can go on.
             self._fence.change(change, may_go_on=parts.improving.wish == change, now=now)
+        elif parts.selecting.is_due():
+            self._course.evaluate(Phase.SELECT)
+            parts.selecting.begin(self._plan(), now=now)
         else:
             self._start_step(now=now)
+
+    def chose(self, made: RowsChosen, *, now: float) -> None:
+        """Rows were chosen: record them, and draw samples of them."""
+        if self._course.is_selecting:
+            self._parts.selecting.chose(made, now=now)
+            self.go_on(now=now)
 
     def evaluated(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> None:
         """A head has scored its part of the samples; what nobody waits for is dropped."""
@@ -188,7 +198,12 @@ class Boundary:
         parts = self._parts
         parts.out.record(StepCommitted(job=parts.job.job, record=record, wall_s=now))
         parts.committed(record, self._plan(), now=now)
-        is_over = parts.evaluation.is_due() or self._is_probe_due() or parts.ending.due() is not None
+        is_over = (
+            parts.evaluation.is_due()
+            or self._is_probe_due()
+            or parts.selecting.is_due()
+            or parts.ending.due() is not None
+        )
         goes_on = not is_over and self._change_wanted() is None
         if goes_on:
             parts.improving.look(parts.candidates(), now=now)

@@ -60,7 +60,13 @@ class RunCourse:
         """Whether something should move by now and then."""
         is_building = self.is_in(phases.BuildPhase) and not self._parts.storage.is_looking
         is_saving = self.is_in(phases.SavePhase) and not self._parts.savings.is_resting
-        return self.phase.is_computing or is_building or is_saving
+        is_computing = self.phase.is_computing and not self._parts.selecting.is_choosing
+        return is_computing or is_building or is_saving
+
+    @property
+    def is_selecting(self) -> bool:
+        """Whether rows are being chosen."""
+        return isinstance(self.phase, phases.EvaluatePhase) and self.phase.purpose.selects
 
     def gathers_at(self) -> float:
         """Time from which the workers that are here are enough."""

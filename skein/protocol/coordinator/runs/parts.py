@@ -20,6 +20,7 @@ from skein.protocol.coordinator.runs.placing.holdings import Holdings
 from skein.protocol.coordinator.runs.placing.placement import Placement
 from skein.protocol.coordinator.runs.steps.evaluation import Evaluation
 from skein.protocol.coordinator.runs.steps.leading import Leading
+from skein.protocol.coordinator.runs.steps.selecting import Selecting
 from skein.protocol.coordinator.runs.steps.stepping import Stepping
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.watching.vigil import Vigil
@@ -59,6 +60,7 @@ class Parts:
         self.storage = Storage(members, self.blame, self.gathering)
         self.savings = Savings(members, quota)
         self.evaluation = Evaluation(members)
+        self.selecting = Selecting(members)
         self.holdings = Holdings(members)
         self.placement = Placement(members, self.holdings, measured, links)
         self.asking = Asking(members, absence, self.holdings, measured, now=now)

@@ -80,7 +80,7 @@ class StepPhase(_Phase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatePhase(_Phase):
-    """Samples are scored, for the loss on validation data or to see who leads."""
+    """Samples are scored, for the loss on validation data, to see who leads, or to choose which to train on."""
 
     purpose: Phase
 

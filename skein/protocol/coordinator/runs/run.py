@@ -7,10 +7,16 @@ Rules of this file
 """
 
 from collections.abc import Collection
+from math import inf
 from typing import assert_never
 
 from skein.plan.plan import Plan
-from skein.protocol.coordinator.coordinator_io import CheckpointVerified, ManifestWritten, PlanMade
+from skein.protocol.coordinator.coordinator_io import (
+    CheckpointVerified,
+    ManifestWritten,
+    PlanMade,
+    RowsChosen,
+)
 from skein.protocol.coordinator.runs import phase as phases
 from skein.protocol.coordinator.runs.boundary import Boundary
 from skein.protocol.coordinator.runs.course import RunCourse
@@ -21,6 +27,7 @@ from skein.protocol.coordinator.runs.stopping import Stopping
 from skein.protocol.deadline import TimePassed
 from skein.protocol.membership import membership
 from skein.protocol.messages import reports
+from skein.protocol.messages.coresets import CandidatesPicked
 from skein.protocol.rounds.round import LedgerHeard, SketchHeard
 from skein.types import Incarnation, JobState, WorkerId
 
@@ -122,6 +129,8 @@ class Run:
                 self._boundary.drive(SketchHeard(worker=worker, taken=report), now=now)
             case reports.EvaluationDone():
                 self._boundary.evaluated(worker, report, now=now)
+            case CandidatesPicked():
+                parts.selecting.picked(worker, report, now=now)
             case reports.TimesMeasured():
                 if self.plan is not None:
                     parts.measured.take(worker, report, self.plan)
@@ -140,6 +149,12 @@ class Run:
         """The planner answered."""
         if self._parts.placement.is_answer(event):
             self._fence.answered(event, now=now)
+            self.tick(now=now)
+
+    def chose(self, event: RowsChosen, *, now: float) -> None:
+        """Rows were chosen; an answer to what was asked before a generation was opened is dropped."""
+        if self._parts.selecting.is_answer(event):
+            self._boundary.chose(event, now=now)
             self.tick(now=now)
 
     def end(self, state: JobState, reason: str, *, now: float) -> None:
@@ -197,6 +212,8 @@ class Run:
             self._fence.look_again(now=now)
         elif isinstance(self.phase, phases.StepPhase) and now >= parts.stepping.grace_ends_at():
             self._boundary.drive(TimePassed(), now=now)
+        elif course.is_selecting and now >= parts.selecting.late_at():
+            parts.selecting.late()
         elif course.is_watched() and now >= parts.vigil.barks_at(self.plan):
             owing = parts.stepping.owing
             reason = parts.vigil.barked(self.phase, parts.incidents, parts.blame, owing=owing, now=now)
@@ -241,7 +258,8 @@ class Run:
             )
         if not course.is_watched():
             return parts.savings.again_at if course.is_in(phases.SavePhase) else None
-        return min(parts.stepping.grace_ends_at(), parts.vigil.barks_at(self.plan))
+        late_at = parts.selecting.late_at() if course.is_selecting else inf
+        return min(parts.stepping.grace_ends_at(), parts.vigil.barks_at(self.plan), late_at)
 
     # --- for others to see ---
 

@@ -273,6 +273,7 @@ class Placement(RunPart):
             job_spec=self._spec_json,
             resumptions=resumptions,
             begins=job.begins,
+            choice=job.chosen[-1].told if job.chosen else None,
         )
         self._members.assign(told)
 

@@ -8,6 +8,7 @@ from skein.plan.plan import Path, Plan
 from skein.protocol.coordinator.runs.placing.averaging import Beside, besides
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import CheckpointCommitted
+from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.directives import (
     Assign,
     Beginning,
@@ -143,8 +144,12 @@ def assignments(
     job_spec: str,
     resumptions: Mapping[WorkerId, Resumption],
     begins: Beginning | None = None,
+    choice: ToldChoice | None = None,
 ) -> dict[WorkerId, Assign]:
-    """Assignment of each worker of the plan; `resumptions` are of those who go on with a step in progress."""
+    """Assignment of each worker of the plan; `resumptions` are of those who go on with a step in progress.
+
+    `choice`: by which samples are drawn, which those need alone whose paths begin there.
+    """
     stages = {stage.index: stage for stage in plan.stages}
     origins, evaluation_origins = _origins(plan.paths), _origins(plan.evaluation_paths)
     schedules = {schedule.worker: schedule for schedule in plan.schedules}
@@ -176,6 +181,7 @@ def assignments(
             groups=tuple(group for group in plan.groups if worker in group.workers),
             resumption=resumptions.get(worker),
             begins=begins,
+            choice=choice if origins[worker] else None,
         )
         for worker, held in chunks.items()
     }

@@ -1,0 +1,204 @@
+"""Rows that are chosen along a run: whoever dies in whichever stage of it, the job ends on what was recorded."""
+
+from collections.abc import Callable
+
+import pytest
+
+from skein.config.job import JobSpec
+from skein.protocol.coordinator.coordinator_io import ChooseRows, CoordinatorCommand
+from skein.protocol.coordinator.runs.phase import EvaluatePhase
+from skein.protocol.log.records import CoresetChosen
+from skein.protocol.messages.coresets import CandidatesPicked
+from skein.protocol.messages.reports import Report
+from skein.protocol.worker.worker_io import TakeChoice, WorkerCommand
+from skein.sim.compute.rows import NUM_ROWS
+from skein.sim.judging.invariants import Invariants, Violated
+from skein.sim.processes.worker import SimWorker
+from skein.sim.scenario import make_world
+from skein.sim.shapes import SimShape, shape_of
+from skein.sim.world import World
+from skein.types import SiteId, WorkerId
+from tests.sim.test_many_faults import judged
+from tests.support.extent import part
+from tests.support.worlds import finish, fleet_of, of_kind, run_until, simulate, undisturbed, worker
+
+STEPS = 12
+
+
+def job_of(text: str) -> JobSpec:
+    return shape_of(text).job(steps=STEPS, every=4)
+
+
+def is_selecting(world: World, *, since: int = 0) -> bool:
+    """Whether rows are being chosen, at this version or a later one."""
+    run = None if world.coordinator is None else world.coordinator.run
+    return (
+        run is not None
+        and isinstance(run.phase, EvaluatePhase)
+        and run.phase.purpose.selects
+        and run.job.version >= since
+    )
+
+
+class Watched(World):
+    """Knows who has told what it has picked, and how often a second stage has begun."""
+
+    def __init__(self, sites: tuple[SiteId, ...], *, seed: int) -> None:
+        super().__init__(sites, seed=seed)
+        self.picked: set[WorkerId] = set()
+        self.num_asked = 0
+
+    def _send_report(self, worker: SimWorker, report: Report) -> None:
+        if isinstance(report, CandidatesPicked) and report.part == report.num_parts - 1:
+            self.picked.add(worker.machine.identity.worker)
+        super()._send_report(worker, report)
+
+    def _act(self, command: CoordinatorCommand) -> None:
+        self.num_asked += isinstance(command, ChooseRows)
+        super()._act(command)
+
+
+class Deaf(World):
+    """Its workers do not take choices that they are told of."""
+
+    def _do(self, worker: SimWorker, command: WorkerCommand) -> None:
+        if not isinstance(command, TakeChoice):
+            super()._do(worker, command)
+
+
+def watched(job: JobSpec) -> Watched:
+    world = make_world(job, fleet_of(3), seed=0, new_world=Watched)
+    assert isinstance(world, Watched)
+    return world
+
+
+def has_looked(world: World) -> bool:
+    return is_selecting(world) and any(w.executor.looked_at for w in world.workers.values())
+
+
+def is_choosing(world: World) -> bool:
+    """Whether the second stage runs."""
+    assert isinstance(world, Watched)
+    return world.num_asked > 0
+
+
+STAGES: dict[str, Callable[[World], bool]] = {
+    "begun": is_selecting,
+    "looked at": has_looked,
+    "second stage": is_choosing,
+    "a refresh": lambda world: is_selecting(world, since=1),
+}
+
+
+def chosen_in(world: World) -> list[CoresetChosen]:
+    return of_kind(world.log, CoresetChosen)
+
+
+def undisturbed_choices(job: JobSpec, num_workers: int) -> list[tuple[int, str]]:
+    return [(x.version, x.digest) for x in chosen_in(undisturbed(job, num_workers).world)]
+
+
+def test_rows_are_chosen_before_the_first_step_and_once_each_pass_is_over() -> None:
+    world = simulate(job_of("line 1x3 chosen"), 3).world
+    assert [x.version for x in chosen_in(world)] == [0, 3, 6, 9]
+    assert all(x.told.num_picks == NUM_ROWS // 4 for x in chosen_in(world))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_worker_that_dies_in_a_selection_costs_no_choice_and_no_step(stage: str) -> None:
+    job = job_of("line 1x3 chosen")
+    world = watched(job)
+    run_until(world, STAGES[stage])
+    world.kill_worker(worker(1))
+    run = finish(world, about=stage)
+    assert run.num_rollbacks == 0
+    assert run.curve == undisturbed(job, 3).curve
+    assert {x.version for x in chosen_in(world)} == {0, 3, 6, 9}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_coordinator_that_begins_anew_chooses_the_same(stage: str) -> None:
+    job = job_of("line 1x3 chosen")
+    world = watched(job)
+    run_until(world, STAGES[stage])
+    world.crash_coordinator()
+    run = finish(world, about=stage)
+    assert run.curve == undisturbed(job, 3).curve
+    assert [(x.version, x.digest) for x in chosen_in(world)] == undisturbed_choices(job, 3)
+
+
+def test_one_that_dies_once_all_have_picked_changes_nothing() -> None:
+    job = job_of("line 1x3 chosen")
+    world = watched(job)
+    run_until(world, is_choosing)
+    world.kill_worker(worker(1))
+    finish(world, about="second stage")
+    assert (chosen_in(world)[0].digest, chosen_in(world)[0].num_faults) == (
+        undisturbed_choices(job, 3)[0][1],
+        0,
+    )
+
+
+def test_the_last_to_pick_may_die_and_its_rows_alone_are_drawn_by_chance() -> None:
+    job = job_of("line 1x3 chosen")
+    world = watched(job)
+    run_until(world, is_selecting)
+    world.slow_worker(worker(2), 200.0)
+    run_until(world, lambda _: len(world.picked) == 2)
+    world.kill_worker(worker(2))
+    finish(world, about="the last")
+    first = chosen_in(world)[0]
+    assert (first.num_faults, first.num_by_chance) == (1, NUM_ROWS // 3)
+
+
+def test_a_worker_that_stands_still_in_a_selection_is_not_waited_for() -> None:
+    job = job_of("line 1x3 chosen")
+    world = make_world(job, fleet_of(3), seed=0)
+    run_until(world, is_selecting)
+    world.slow_worker(worker(2), 1e5, seconds=40.0)
+    finish(world, about="late")
+    first = chosen_in(world)[0]
+    assert (first.num_faults, first.num_by_chance) == (1, NUM_ROWS // 3)
+    assert first.seconds < 30.0
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [shape_of(f"{layout} chosen") for layout in ("line 2x2", "loop 2x2", "line 1x3")],
+    ids=lambda x: x.text,
+)
+def test_no_schedule_of_faults_has_a_sample_drawn_otherwise(shape: SimShape) -> None:
+    for seed in part(range(60), every=20):
+        judged(shape, seed)
+
+
+# --- what the invariants would see ---
+
+
+def recorded(**changes: object) -> None:
+    world = undisturbed(job_of("line 1x3 chosen"), 3).world
+    invariants = Invariants()
+    for record in world.log:
+        if isinstance(record, CoresetChosen):
+            fields = {name: getattr(record, name) for name in CoresetChosen.__dataclass_fields__}
+            record = CoresetChosen(**fields | changes)
+        invariants.recorded(record)
+        if isinstance(record, CoresetChosen):
+            return
+    raise AssertionError("nothing was chosen")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_set_aside", 60), ("digest", "another"), ("num_rows", 20), ("sizes", b"\0" * 120)],
+)
+def test_a_choice_that_stands_for_other_rows_is_a_violation(field: str, value: object) -> None:
+    recorded()
+    with pytest.raises(Violated):
+        recorded(**{field: value})
+
+
+def test_a_worker_that_does_not_take_a_choice_is_a_violation() -> None:
+    world = make_world(job_of("line 1x3 chosen"), fleet_of(3), seed=0, new_world=Deaf)
+    with pytest.raises(AssertionError, match="by another choice than was recorded"):
+        finish(world, about="deaf")

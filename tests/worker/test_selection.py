@@ -1,0 +1,177 @@
+"""Rows that are chosen along the run: what heads have of them, and whole jobs over the network on what was recorded."""
+
+from pathlib import Path as FilePath
+
+import numpy as np
+import pytest
+import torch
+
+from skein.config.data.coreset import CoresetSpec
+from skein.config.data.sources import ArraysSource
+from skein.config.data.spec import DataSpec
+from skein.config.job import JobSpec
+from skein.config.optimizer import AdamWSpec
+from skein.errors import UserError
+from skein.model.families.digits_cnn import DigitsCnnModel
+from skein.model.families.mlp import MlpModel
+from skein.model.table import ModelSpec
+from skein.protocol.log.records import CoresetChosen, GenerationOpened
+from skein.protocol.messages.coresets import ToldChoice
+from skein.protocol.messages.tensors import Phase
+from skein.types import JobState, Layout, MicrobatchId, Precision, Step
+from tests.worker.cluster import Disk, cluster
+from tests.worker.lab import Lab, digits_job, tiny_job, write_text
+from worker.selection import traits
+from worker.selection.traits import HeadRows, picked
+
+NUM_ROWS, NUM_STEPS = 160, 20
+CLASSES = np.repeat([0, 1, 2], [110, 40, 10])
+MLP = MlpModel(family="mlp", widths=(8, 8), num_features=4, num_classes=3)
+
+
+def source_in(folder: FilePath) -> ArraysSource:
+    generator = np.random.default_rng(2)
+    np.savez(folder / "rows.npz", x=generator.normal(size=(NUM_ROWS, 4)) + CLASSES[:, None], y=CLASSES)
+    return ArraysSource(format="arrays", path=str(folder / "rows.npz"))
+
+
+def job_of(
+    folder: FilePath, *, stages: int = 1, replicas: int = 1, layout: Layout = Layout.LINE, **settings: object
+) -> JobSpec:
+    spec = CoresetSpec.model_validate(
+        {"method": "craig", "fraction": 0.4, "refresh_epochs": 1, "max_overhead": 100, **settings}
+    )
+    drawn = tiny_job(write_text(folder), stages=stages, replicas=replicas, is_tied=False, layout=layout)
+    return drawn.model_copy(
+        update={
+            "model": MLP,
+            "data": DataSpec(sources=(source_in(folder),), coreset=spec, validation_ratio=0.1),
+            "precision": Precision.FP64,
+            # The lab's record keeps to one learning rate.
+            "optimizer": AdamWSpec(learning_rate=1e-2, schedule="constant", warmup_steps=0),
+            "budget": drawn.budget.model_copy(update={"steps": NUM_STEPS}),
+        }
+    )
+
+
+def looked_at(lab: Lab, num_rows: int) -> list[HeadRows]:
+    """What each head has once all training rows have been forwarded, by evaluation's paths."""
+    size = lab.job.batch.microbatch_samples
+    for m in range(-(-num_rows // size)):
+        lab.microbatch(Step(0), m, lab.arrangement.paths[m % len(lab.arrangement.paths)], Phase.SELECT)
+    found = [bench.compute.traits.take() for bench in lab.benches.values()]
+    return [rows for rows in found if rows is not None]
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("model", [MLP, DigitsCnnModel(family="digits_cnn", channels=2, num_blocks=1)])
+def test_distances_are_those_of_gradients_at_the_last_layer(
+    tmp_path: FilePath, labs: list[Lab], model: ModelSpec, layout: Layout
+) -> None:
+    job = job_of(tmp_path, stages=2, layout=layout)
+    if model is not MLP:
+        data = digits_job().data.model_copy(update={"coreset": job.data.coreset, "validation_ratio": 0.97})
+        job = job.model_copy(update={"model": model, "data": data})
+    lab = Lab(job)
+    labs.append(lab)
+    batches = next(b.holding.batches for b in lab.benches.values() if b.holding.batches is not None)
+    num_rows = min(21, batches.dataset.num_train_samples)
+    (rows,) = looked_at(lab, num_rows)
+    whole = Lab(
+        job.model_copy(update={"parallel": tiny_job(tmp_path).parallel.model_copy(update={"stages": 1})})
+    )
+    labs.append(whole)
+    module = whole.chunk(0).module
+    batch = batches.dataset.row_batch(range(len(rows.ids)))
+    gradients = []
+    for x, y in zip(torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels), strict=True):
+        module.zero_grad()
+        loss, _ = module.loss(x[None], y[None])
+        torch.autograd.backward(loss)
+        named = dict(module.named_parameters())
+        last = [named["classifier.weight"].grad, named["classifier.bias"].grad]
+        gradients.append(torch.cat([g.flatten() for g in last if g is not None]))
+    expected = torch.cdist(torch.stack(gradients), torch.stack(gradients))
+    assert np.array_equal(rows.labels, batch.labels)
+    found = rows.features.distances(np.arange(len(rows.ids)))
+    # Squares cancel: a² + b² - 2ab in float64.
+    assert found == pytest.approx(expected.numpy(), abs=1e-6)
+
+
+async def test_a_job_draws_what_was_recorded_however_many_workers_and_whoever_dies(
+    tmp_path: FilePath,
+) -> None:
+    job = job_of(tmp_path, replicas=2, warmup_epochs=0)
+    disk = Disk()
+    async with cluster(disk) as here, here.workers("w0"):
+        async with here.workers("w1"):
+            here.submit(job)
+            await here.first(CoresetChosen, 2)
+        assert await here.finished() == JobState.FINISHED
+        assert len(here.all(GenerationOpened)) > 1
+        chosen, steps = here.all(CoresetChosen), here.steps
+    num_rows = chosen[0].num_rows
+    assert [x.version for x in chosen] == [0, 8, 16]
+    assert num_rows == NUM_ROWS - 16
+    assert all(x.told.num_picks == 58 and x.num_faults == 0 for x in chosen)
+    assert len({x.digest for x in chosen}) == 3
+    lab = Lab(job)
+    try:
+        losses = []
+        for step in range(NUM_STEPS):
+            for told in [x.told for x in chosen if x.version == step]:
+                for bench in lab.benches.values():
+                    bench.holding.draw_by(told)
+            losses.append(lab.step(step).loss)
+    finally:
+        lab.close()
+    assert [record.loss for record in steps] == pytest.approx(losses, rel=1e-10)
+
+
+async def test_a_choice_of_one_worker_is_the_greedy_one_over_all_rows(tmp_path: FilePath) -> None:
+    job = job_of(tmp_path, refresh_epochs=None, group_by="source")
+    async with cluster(Disk()) as here, here.workers("w0"):
+        here.submit(job)
+        assert await here.finished() == JobState.FINISHED
+        (chosen,) = here.all(CoresetChosen)
+    lab = Lab(job)
+    try:
+        (rows,) = looked_at(lab, chosen.num_rows)
+    finally:
+        lab.close()
+    found = picked(rows, job, Step(0), num_rows=chosen.num_rows)
+    order = np.argsort(found.ids)
+    assert chosen.told.read().ids.tolist() == found.ids[order].tolist()
+    assert chosen.told.read().sizes.tolist() == found.sizes[order].tolist()
+    assert chosen.farness == pytest.approx(found.error)
+
+
+def test_more_features_than_fit_are_refused_with_what_to_do(
+    tmp_path: FilePath, labs: list[Lab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traits, "MOST_BYTES", 100)
+    lab = Lab(job_of(tmp_path))
+    labs.append(lab)
+    with pytest.raises(UserError, match=r"data.coreset.feature: 'last_layer': .* give feature: logits"):
+        looked_at(lab, 16)
+
+
+def test_what_was_read_ahead_by_an_older_choice_is_not_used(tmp_path: FilePath, labs: list[Lab]) -> None:
+    lab = Lab(job_of(tmp_path))
+    labs.append(lab)
+    (bench,) = lab.benches.values()
+    batches = bench.holding.batches
+    assert batches is not None
+    last = MicrobatchId(lab.job.batch.num_microbatches - 1)
+    before = batches.batch(Phase.TRAIN, Step(0), last)  # reads ahead the first of the next step
+    assert before.weights is not None
+    assert before.weights.tolist() == [1.0] * len(before.weights)
+    ids, sizes = np.arange(8, dtype="<i4"), np.array([1, 1, 1, 1, 1, 1, 1, 9], "<f4")
+    told = ToldChoice(version=Step(1), ids=ids.tobytes(), sizes=sizes.tobytes())
+    bench.holding.draw_by(told)
+    weights: list[float] = []
+    for m in range(lab.job.batch.num_microbatches):
+        drawn = batches.batch(Phase.TRAIN, Step(1), MicrobatchId(m))
+        assert drawn.weights is not None
+        weights += drawn.weights.tolist()
+    assert sorted(weights) == [0.5] * 7 + [4.5]

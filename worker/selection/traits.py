@@ -1,0 +1,132 @@
+"""Features of training rows at a head, kept from the forwards of a selection until candidates are picked of them.
+
+Rules of this file
+- Kept are the two factors of a last layer's gradient, hidden state and error, or the logits: never their product.
+- `Traits` is the torch thread's; `picked` runs beside, on what it has given away.
+
+N rows, H hidden, C classes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from skein.config.job import JobSpec
+from skein.errors import UserError
+from skein.numeric.coreset.distributed import Candidates
+from skein.numeric.coreset.features import Features, last_layer, vectors
+from skein.numeric.coreset.portions import Picking, pick_candidates
+from skein.types import MicrobatchId, Step
+from skein.units import format_bytes
+
+MOST_BYTES = 4 << 30
+"""Features of a worker's rows take no more than this, in float64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRows:
+    """Training rows at a head: their ids, classes and logits, and the inputs of its matrix."""
+
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    hidden_NH: NDArray[np.float64] | None
+    """None where nobody wants it."""
+    logits_NC: NDArray[np.float64]
+
+    @property
+    def errors_NC(self) -> NDArray[np.float64]:
+        """Gradients of the losses by logits: probabilities less the label's 1."""
+        logits = self.logits_NC
+        with np.errstate(invalid="ignore", over="ignore"):  # such rows are set aside
+            shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+            shares /= shares.sum(axis=1, keepdims=True)
+        errors: NDArray[np.float64] = shares
+        errors[np.arange(len(errors)), self.labels] -= 1.0
+        return errors
+
+    @property
+    def features(self) -> Features:
+        """By which rows are compared."""
+        return (
+            vectors(self.logits_NC) if self.hidden_NH is None else last_layer(self.hidden_NH, self.errors_NC)
+        )
+
+
+class Traits:
+    """Rows that have come to the head here in the forwards of one selection."""
+
+    def __init__(self) -> None:
+        self._version: Step | None = None
+        self._rows: dict[MicrobatchId, HeadRows] = {}
+        self._num_bytes = 0
+
+    def forget(self) -> None:
+        """Drop everything."""
+        self._version, self._rows, self._num_bytes = None, {}, 0
+
+    def keep(
+        self,
+        job: JobSpec,
+        version: Step,
+        microbatch: MicrobatchId,
+        hidden: Tensor,
+        logits: Tensor,
+        labels: Tensor,
+    ) -> None:
+        """Keep what the head has of a microbatch of training rows, which are in the order of their ids.
+
+        Raises:
+            UserError: they are too many.
+        """
+        if self._version != version:
+            self.forget()
+            self._version = version
+        wants_hidden = job.data.coreset.feature == "last_layer"
+        first = microbatch * job.batch.microbatch_samples
+        rows = HeadRows(
+            ids=np.arange(first, first + len(labels)),
+            labels=labels.cpu().numpy(),
+            hidden_NH=_float64(hidden) if wants_hidden else None,
+            logits_NC=_float64(logits),
+        )
+        self._num_bytes += rows.logits_NC.nbytes + (0 if rows.hidden_NH is None else rows.hidden_NH.nbytes)
+        if self._num_bytes > MOST_BYTES:
+            hint = (
+                f"features of the rows of one worker take more than {format_bytes(MOST_BYTES)}: "
+                "give feature: logits, method: random, or more workers"
+            )
+            raise UserError("data.coreset.feature", job.data.coreset.feature, hint)
+        self._rows[microbatch] = rows
+
+    def take(self) -> HeadRows | None:
+        """All rows that are here, ascending, which are kept no longer; None: there are none."""
+        found = [self._rows[m] for m in sorted(self._rows)]
+        self.forget()
+        if not found:
+            return None
+        hidden = [x.hidden_NH for x in found if x.hidden_NH is not None]
+        return HeadRows(
+            ids=np.concatenate([x.ids for x in found]),
+            labels=np.concatenate([x.labels for x in found]),
+            hidden_NH=np.concatenate(hidden) if hidden else None,
+            logits_NC=np.concatenate([x.logits_NC for x in found]),
+        )
+
+
+def picked(rows: HeadRows, job: JobSpec, version: Step, *, num_rows: int) -> Candidates:
+    """Candidates among a worker's rows, of `num_rows` that all workers have. Takes seconds where these are many.
+
+    Raises:
+        UserError: it cannot be.
+    """
+    spec = job.data.coreset
+    groups = rows.labels if spec.group_by == "label" else np.zeros_like(rows.labels)
+    picking = Picking.at(spec, version, num_rows=num_rows)
+    return pick_candidates(rows.features, groups, rows.ids, picking, num_rows=num_rows)
+
+
+def _float64(x: Tensor) -> NDArray[np.float64]:
+    return x.detach().to("cpu", torch.float64).numpy()
