@@ -1,24 +1,20 @@
 """The same job in one plain torch process: the whole model, torch's own optimizer and clipping, no Skein protocol."""
 
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
+from bench.experts import PlainExperts
 from skein.config.job import JobSpec
 from skein.config.optimizer import AdadeltaSpec, AdamSpec, AdamWSpec, LambSpec, OptimizerSpec, SgdSpec
 from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of
-from skein.model.sparse.experts import Experts
-from skein.model.sparse.routing import DropOrder
 from skein.types import Precision, StageIndex, StageSpec
 from worker.data.dataset import Batch, Dataset, open_dataset
-from worker.model.sparse.layer import SparseMlp
 from worker.model.stage import Stage, build_stage
 
 
@@ -36,69 +32,6 @@ class ReferenceStep:
     balance_loss: float | None = None
     drop_ratio: float | None = None
     """Share of the choices of experts that found theirs full."""
-
-
-class PlainExperts:
-    """Experts of a model by plain torch and loops, in place of its own; knows balance losses and drops of a forward."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._losses: list[Tensor] = []
-        self._num_choices, self._num_dropped = 0, 0
-        self.coefficient = 0.0
-        for module in modules:
-            for layer in module.modules():
-                if isinstance(layer, SparseMlp):
-                    self.coefficient = layer.sizes.routing.balance_coefficient
-                    layer.register_forward_hook(self._instead)
-
-    def taken(self) -> list[Tensor]:
-        """Balance losses since they were taken last, layer by layer."""
-        losses, self._losses = self._losses, []
-        return losses
-
-    def drop_ratio(self) -> float | None:
-        """Share of the choices that found their expert full since this was asked last."""
-        num_choices, num_dropped = self._num_choices, self._num_dropped
-        self._num_choices, self._num_dropped = 0, 0
-        return num_dropped / num_choices if num_choices else None
-
-    def _instead(self, layer: nn.Module, given: tuple[Tensor], _result: Tensor) -> Tensor:
-        assert isinstance(layer, SparseMlp)
-        sizes, x_ND = layer.sizes, given[0].flatten(0, -2)
-        chances_NE = (x_ND @ layer.gate.weight.t()).softmax(-1)
-        weights_NK, choices_NK = chances_NE.topk(sizes.num_chosen, -1)
-        if sizes.is_normalised:
-            weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-        counts_E = functional.one_hot(choices_NK, sizes.num_experts).sum((0, 1)).to(chances_NE)
-        shares_E = counts_E / counts_E.sum()
-        self._losses.append(sizes.num_experts * (shares_E * chances_NE.mean(0)).sum())
-        y_ND = torch.zeros_like(x_ND)
-        for expert, taken in enumerate(_taken(sizes, choices_NK.tolist(), weights_NK.tolist())):
-            self._num_choices += int(counts_E[expert])
-            self._num_dropped += int(counts_E[expert]) - len(taken)
-            gate, up, down = layer.experts[str(expert)].parameters()
-            tokens, choices = torch.tensor(taken, dtype=torch.long).view(-1, 2).unbind(-1)
-            given_RD = x_ND[tokens]
-            made_RD = (functional.silu(given_RD @ gate.t()) * (given_RD @ up.t())) @ down.t()
-            y_ND = y_ND.index_add(0, tokens, made_RD * weights_NK[tokens, choices, None])
-        return y_ND.view(given[0].shape)
-
-
-def _taken(
-    sizes: Experts, choices: list[list[int]], weights: list[list[float]]
-) -> list[list[tuple[int, int]]]:
-    """Tokens and choices that each expert takes, in turn."""
-    every = [(token, choice) for token, row in enumerate(choices) for choice in range(len(row))]
-    if sizes.routing.drop is DropOrder.CHOICE_MAJOR:
-        every.sort(key=lambda pair: (pair[1], pair[0]))
-    elif sizes.routing.drop is DropOrder.PROBS:
-        every.sort(key=lambda pair: (-round(weights[pair[0]][pair[1]] * 2**16), pair))
-    most = sizes.num_chosen * len(choices) / sizes.num_experts * (sizes.routing.capacity or math.inf)
-    taken: list[list[tuple[int, int]]] = [[] for _ in range(sizes.num_experts)]
-    for token, choice in every:
-        if len(taken[choices[token][choice]]) < most:
-            taken[choices[token][choice]].append((token, choice))
-    return taken
 
 
 def run_reference(

@@ -131,17 +131,21 @@ class DecoderModel(AnyModel):
         hidden_bytes = sequence_tokens * shape.hidden_size * word
         scores_flops = 2 * sequence_tokens * sequence_tokens * shape.attention_width
         num_resting = 0 if experts is None else experts.num_resting_elements
+        mixing_flops = 0 if experts is None else experts.mixing_flops(sequence_tokens)
+        mixing_bytes = 0 if experts is None else experts.mixing_bytes(precision)
         middle = (
             LayerSpec(
                 name=f"block.{i}",
                 num_parameters=num_elements(tensors),
                 # Every matrix but those of resting experts multiplies a token; scores and values are two more products.
                 forward_flops=2 * sequence_tokens * (_matrix_elements(tensors) - num_resting)
-                + 2 * scores_flops,
+                + 2 * scores_flops
+                + mixing_flops,
                 extra_backward_flops=scores_flops,
-                activation_bytes=sequence_tokens * _block_bytes(shape, experts, precision),
+                activation_bytes=sequence_tokens * _block_bytes(shape, experts, precision) + mixing_bytes,
                 output_bytes=hidden_bytes,
-                pending_bytes=sequence_tokens * _block_pending_bytes(shape, experts, precision),
+                pending_bytes=sequence_tokens * _block_pending_bytes(shape, experts, precision)
+                + mixing_bytes,
                 num_early_gradients=2 * shape.hidden_size + shape.has_head_norms * 2 * shape.head_features,
             )
             for i, tensors in enumerate(blocks)

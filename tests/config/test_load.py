@@ -29,6 +29,9 @@ data:
   sources: [{format: text, path: /books}]
 budget: {steps: 3}
 """
+LATER = "tokens see later ones by it, and a model that writes has none: give allow_lookahead: true if meant"
+EVEN = "no token chooses, so all experts take equally many: leave it out"
+SOFT = "router: softmoe, allow_lookahead: true"
 FAMILIES = "digits_cnn, llama, mistral, mixtral, mlp, qwen2, qwen3 or qwen3_moe"
 TOP = (
     "version, name, model, data, batch, parallel, skip, plan, optimizer, aggregation, precision, budget, evaluation, "
@@ -119,6 +122,27 @@ WRONG_VALUES = {
     "give choice_major, token_major or probs; did you mean probs?",
     "model.routing={capacity: 1}": "model.routing: a mapping: no such key: it belongs to family: mixtral or qwen3_moe; "
     "with family: llama here are family, preset, shape, init_from, config",
+    **{
+        f"model={{family: mixtral, preset: mixtral-1m, routing: {{{routing}}}}}": f"model.routing.{refusal}"
+        for routing, refusal in {
+            "router: switch": "router: 'switch': give softmax_topk, gshard, sigmoid, xmoe, expert_choice or softmoe",
+            "router: expert_choice": f"router: 'expert_choice': {LATER}",
+            "router: softmoe, slots: 2": f"router: 'softmoe': {LATER}",
+            "router: gshard, allow_lookahead: true": "allow_lookahead: True: "
+            "by router: gshard no token sees a later one: leave it out",
+            f"{SOFT}, capacity: 1": f"capacity: 1.0: by router: softmoe {EVEN}",
+            f"{SOFT}, balance_coefficient: 0.1": f"balance_coefficient: 0.1: by router: softmoe {EVEN}",
+            "router: expert_choice, allow_lookahead: true, drop: probs": "drop: 'probs': "
+            f"by router: expert_choice {EVEN}",
+            "router: sigmoid, temperature: 0.1": "temperature: 0.1: "
+            "it belongs to router: xmoe, and this is sigmoid: leave it out",
+            "slots: 2": "slots: 2: it belongs to router: softmoe, and this is softmax_topk: leave it out",
+        }.items()
+    },
+    f"model={{family: mixtral, preset: mixtral-1m, placement: mesh, routing: {{{SOFT}}}}}": "model.placement: 'mesh': "
+    "by router: softmoe an expert takes all tokens of a microbatch: give stage",
+    "model={family: mixtral, init_from: /x, routing: {router: sigmoid}}": "model.routing.router: 'sigmoid': "
+    "transformers has no such router, so neither init_from nor exports have: give softmax_topk for them",
     "model={family: mixtral, shape: {num_experts_per_tok: 9}}": "model.shape.num_experts_per_tok: 9: "
     "there are 8 experts: give at most so many",
     "model.shape.hidden_size=7": "model.shape.hidden_size: 7: give a whole number from 8 to 65536",

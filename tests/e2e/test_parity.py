@@ -29,7 +29,7 @@ from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.families.mlp import MlpModel
 from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
 from skein.model.rows import VocabularySpec, VocabularySplit
-from skein.model.sparse.routing import DropOrder, RoutingSpec
+from skein.model.sparse.routing import DropOrder, RouterKind, RoutingSpec
 from skein.model.table import ModelSpec
 from skein.protocol.messages.directives import StepRecord
 from skein.types import JobState, Layout, Precision
@@ -143,24 +143,35 @@ def test_a_cut_trains_like_one_torch_process(
     check(train(cluster, job), run_reference(job, NUM_STEPS), TOLERANCES[precision])
 
 
+SPARSE_MODELS: list[ModelSpec] = [
+    MixtralModel(shape=MixtralShape.model_validate(SIZES | {"num_local_experts": 4})),
+    Qwen3MoeModel(
+        routing=RoutingSpec(balance_coefficient=0.1, capacity=1.0, drop=DropOrder.PROBS),
+        shape=Qwen3MoeShape.model_validate(
+            SIZES | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        ),
+    ),
+    *(
+        MixtralModel(routing=routing, shape=MixtralShape.model_validate(SIZES | {"num_local_experts": 4}))
+        for routing in (
+            RoutingSpec(router=RouterKind.XMOE, balance_coefficient=0.1, capacity=1.0),
+            RoutingSpec(router=RouterKind.EXPERT_CHOICE, allow_lookahead=True),
+        )
+    ),
+]
 SPARSE: list[tuple[ModelSpec, int, int, Layout, Literal["whole", "split"]]] = [
     (model, stages, replicas, layout, backward)
-    for model in (
-        MixtralModel(shape=MixtralShape.model_validate(SIZES | {"num_local_experts": 4})),
-        Qwen3MoeModel(
-            routing=RoutingSpec(balance_coefficient=0.1, capacity=1.0, drop=DropOrder.PROBS),
-            shape=Qwen3MoeShape.model_validate(
-                SIZES | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
-            ),
-        ),
-    )
+    for model in SPARSE_MODELS
     for stages, replicas, layout in ((1, 1, Layout.LINE), (2, 2, Layout.LOOP), (4, 1, Layout.LINE))
     for backward in BACKWARDS
 ]
 
+BALANCED = 9
+"""Case of a balance loss that pulls, and of choices that are dropped."""
+
 
 @pytest.mark.parametrize(
-    ("model", "stages", "replicas", "layout", "backward"), part(SPARSE, every=len(SPARSE), start=9)
+    ("model", "stages", "replicas", "layout", "backward"), part(SPARSE, every=len(SPARSE), start=BALANCED)
 )
 def test_a_sparse_model_trains_like_one_torch_process(
     eight: Cluster,
@@ -184,7 +195,7 @@ def test_a_sparse_model_trains_like_one_torch_process(
 def test_balance_losses_count_alike_in_chunks(
     eight: Cluster, text: Path, layout: Layout, backward: Literal["whole", "split"]
 ) -> None:
-    model = SPARSE[-1][0]
+    model = SPARSE[BALANCED][0]
     data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
     parallel = ParallelSpec(stages=2, chunks=2, replicas=2, layout=layout)
     job = make_job(f"balance-{layout.value}", model, data, parallel, Precision.FP64)
@@ -314,7 +325,7 @@ def test_balance_losses_count_alike_where_stages_are_left_out(eight: Cluster, te
     layout, ratio, ways = SKIPS[skip]
     data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
     parallel = ParallelSpec(stages=4, replicas=2, layout=layout)
-    job = make_job(f"balance-skip-{skip}", SPARSE[-1][0], data, parallel, Precision.FP64)
+    job = make_job(f"balance-skip-{skip}", SPARSE[BALANCED][0], data, parallel, Precision.FP64)
     job = job.model_copy(update={"skip": SkipSpec(ratio=ratio), "plan": PlanSpec(method="balanced")})
     check(train(eight, job), run_skipping(job, NUM_STEPS, ways), TOLERANCES[Precision.FP64])
 

@@ -16,6 +16,7 @@ from skein.model.families.qwen3 import Qwen3Model, Qwen3Shape
 from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
 from skein.model.layers import layers_of
 from skein.model.shape import Llama3Rope
+from skein.model.sparse.routing import RouterKind, RoutingSpec
 from skein.types import Precision
 
 KINDS: list[type[DecoderModel]] = [
@@ -182,6 +183,23 @@ def test_experts_that_we_do_not_compute_are_refused_by_name(case: str) -> None:
     kind, change, message = REFUSED_EXPERTS[case]
     with pytest.raises(UserError, match=message):
         kind.shape_in({"model_type": kind.model_fields["family"].default, **change})
+
+
+@pytest.mark.parametrize("kind", RouterKind)
+def test_exports_of_routers_that_transformers_lacks_are_refused_by_name(kind: RouterKind) -> None:
+    routing = RoutingSpec(router=kind, allow_lookahead=kind.row.looks_ahead)
+    divided = MixtralModel(preset="mixtral-1m", routing=routing)
+    undivided = Qwen3MoeModel(shape=Qwen3MoeShape(norm_topk_prob=False), routing=routing)
+    # Weights of gshard are always divided by their sum.
+    known_to = {RouterKind.SOFTMAX_TOPK: (divided, undivided), RouterKind.GSHARD: (divided,)}
+    for model in (divided, undivided):
+        if model in known_to.get(kind, ()):
+            assert model.hugging_face()["architectures"]
+        else:
+            with pytest.raises(
+                UserError, match=rf"model\.routing\.router: '{kind}': transformers has no such"
+            ):
+                model.hugging_face()
 
 
 def test_default_rotary_positions_are_accepted_in_both_spellings() -> None:

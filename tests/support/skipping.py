@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bench.reference import PlainExperts, ReferenceStep, torch_optimizer
+from bench.experts import PlainExperts
+from bench.reference import ReferenceStep, torch_optimizer
 from skein.config.job import JobSpec
 from skein.config.schedule import learning_rate
 from skein.data.cursor import positions_of

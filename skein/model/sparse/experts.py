@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from skein.errors import UserError
-from skein.model.sparse.routing import RoutingSpec
+from skein.model.sparse.routing import RouterKind, RoutingSpec
 from skein.types import Precision
 
 INDEX_BYTES = 8
@@ -53,15 +53,26 @@ class Experts:
         wide, narrow = (self.num_inner, self.num_features), (self.num_features, self.num_inner)
         return {self.names.gate: wide, self.names.up: wide, self.names.down: narrow}
 
+    def router_matrices(self) -> dict[str, tuple[int, int]]:
+        """Shapes of a block's router, by name below the experts' module: outputs, inputs."""
+        return self.routing.router.row.matrices(self.routing, self.num_experts, self.num_features)
+
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a block's router and experts, by name within the block."""
         module = self.names.module
-        router: dict[str, tuple[int, ...]] = {f"{module}.gate.weight": (self.num_experts, self.num_features)}
+        router: dict[str, tuple[int, ...]] = {
+            f"{module}.{name}.weight": shape for name, shape in self.router_matrices().items()
+        }
         return router | {
             f"{module}.experts.{expert}.{name}.weight": shape
             for expert in range(self.num_experts)
             for name, shape in self.matrices().items()
         }
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all experts together, where they take mixtures."""
+        return self.num_experts * self.routing.num_slots
 
     def even_choices(self, num_tokens: int) -> float:
         """Choices of so many tokens for each expert if all took as many, times the capacity if there is one."""
@@ -71,24 +82,82 @@ class Experts:
         """Choices of a training microbatch of so many tokens that an expert takes at most; None: all of them."""
         return None if self.routing.capacity is None else math.ceil(self.even_choices(num_tokens))
 
+    def best_tokens(self, num_tokens: int) -> int:
+        """Tokens of a microbatch of so many that each expert takes, where experts choose."""
+        return min(num_tokens, math.ceil(self.even_choices(num_tokens)))
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether a token's weights are divided by their sum: only softmax_topk leaves that to the family."""
+        return self.is_normalised and self.routing.router is RouterKind.SOFTMAX_TOPK
+
+    # --- what it costs ---
+
     @property
     def num_resting_elements(self) -> int:
         """Elements of the matrices that a token is not multiplied by."""
-        return (self.num_experts - self.num_chosen) * 3 * self.num_features * self.num_inner
+        num_busy = 0 if self._mixes else self.num_chosen
+        return (self.num_experts - num_busy) * 3 * self.num_features * self.num_inner
+
+    def mixing_flops(self, num_tokens: int) -> int:
+        """FLOPs of the slots of a sample of so many tokens: of mixing them, of experts, and of mixing the results.
+
+        Costs are those of a sample, so slots count as if each sample had its own.
+        """
+        each = 3 * self.num_features * self.num_inner + 2 * num_tokens * self.num_features
+        return 2 * each * self.num_slots if self._mixes else 0
+
+    def mixing_bytes(self, precision: Precision) -> int:
+        """Bytes of a sample's slots that are kept: input, inner features and result; likewise what is put aside."""
+        return self.num_slots * self._row_elements * precision.product_bytes if self._mixes else 0
 
     def activation_bytes(self, precision: Precision) -> int:
-        """Per token: probabilities; each choice, its place and token, weight, input, inner features and result."""
-        word, product = precision.word_bytes, precision.product_bytes
-        routed = self.num_experts * word + self.num_chosen * (3 * INDEX_BYTES + word)
-        if self.is_normalised:
-            routed += (self.num_chosen + 1) * word
-        return routed + self.num_chosen * (2 * self.num_features + 3 * self.num_inner) * product
+        """Per token: all of the router's; of each choice the input, inner features and result."""
+        num_rows = 0 if self._mixes else self.num_chosen
+        return self._router_bytes(precision) + num_rows * self._row_elements * precision.product_bytes
+
+    def _router_bytes(self, precision: Precision) -> int:
+        """Per token: chances or scores of all experts, and each choice, its place and token, and weight.
+
+        A balance loss keeps chances beside scores. Where experts choose, any may be a token's, so it has a place at
+        each. Mixtures have a weight of each slot there and back, in the dtype of products too. Tokens that are compared
+        with experts are kept, and their length.
+        """
+        word, product, routing = precision.word_bytes, precision.product_bytes, self.routing
+        row, chances = routing.router.row, self.num_experts * word
+        if row.mixes_tokens:
+            return 2 * self.num_slots * (word + (product if product != word else 0))
+        if not row.tokens_choose:
+            return chances + (self.num_experts + self.num_chosen) * INDEX_BYTES
+        routed = chances + self.num_chosen * (3 * INDEX_BYTES + word)
+        routed += chances if routing.balance_coefficient and not row.weighs_by_chances else 0
+        routed += (self.num_chosen + 1) * word if self.divides_weights else 0
+        return routed + ((self._num_compared + 1) * word if self._num_compared else 0)
 
     def pending_bytes(self, precision: Precision) -> int:
-        """Per token: input and result's gradient of the router's product, and of those of each choice."""
-        router = self.num_features + self.num_experts
-        chosen = self.num_chosen * (2 * self.num_features + 3 * self.num_inner)
-        return (router + chosen) * precision.product_bytes
+        """Per token: input and result's gradient of the router's products, and of those of each choice."""
+        product = precision.product_bytes
+        (first, _), *others = self.router_matrices().values()
+        router = (self.num_features + first) * product
+        if others:
+            router += (self._num_compared + self.num_experts) * precision.word_bytes
+        num_rows = 0 if self._mixes else self.num_chosen
+        return router + num_rows * self._row_elements * product
+
+    @property
+    def _mixes(self) -> bool:
+        return self.routing.router.row.mixes_tokens
+
+    @property
+    def _num_compared(self) -> int:
+        """Features in which tokens are compared with experts; 0: they are scored as they are."""
+        (first, _), *others = self.router_matrices().values()
+        return first if others else 0
+
+    @property
+    def _row_elements(self) -> int:
+        """Elements of an expert's input, two inner features and their product, and result."""
+        return 2 * self.num_features + 3 * self.num_inner
 
 
 def check_chosen(field: str, num_chosen: int, num_experts: int) -> None:

@@ -1,8 +1,11 @@
 """Decoders with experts, whatever differs between families."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
+
+from pydantic import model_validator
 
 from skein.errors import UserError
 from skein.model.decoder import DecoderModel, decoder_shape
@@ -21,6 +24,41 @@ class SparseModel(DecoderModel):
     placement: ExpertPlacement = ExpertPlacement.STAGE
     """Experts of workers with several devices: `mesh` has them, and the tokens of a microbatch, in parts over the
     devices, and attention by heads; `stage` computes all of a block on one. Give `mesh` where experts are large."""
+
+    @model_validator(mode="after")
+    def _check_begins_alike(self) -> Self:
+        if self.init_from is not None:
+            self._check_known_outside("routing.router")
+        return self
+
+    @model_validator(mode="after")
+    def _check_is_spreadable(self) -> Self:
+        if self.is_spread and self.routing.router.row.mixes_tokens:
+            hint = f"by router: {self.routing.router} an expert takes all tokens of a microbatch: give stage"
+            raise UserError("placement", self.placement.value, hint)
+        return self
+
+    def begun(self, config: Mapping[str, object]) -> Self:
+        made = super().begun(config)
+        made._check_known_outside("model.routing.router")
+        return made
+
+    def hugging_face(self) -> dict[str, object]:
+        self._check_known_outside("model.routing.router")
+        return super().hugging_face()
+
+    def _check_known_outside(self, field: str) -> None:
+        """
+        Raises:
+            UserError: transformers routes otherwise; `field` names the router.
+        """
+        router = self.routing.router
+        is_known = router.row.is_exportable
+        if is_known and router.row.always_divides and (self.shape is not None or self.preset is not None):
+            is_known = self.experts.is_normalised
+        if not is_known:
+            hint = "transformers has no such router, so neither init_from nor exports have: give softmax_topk for them"
+            raise UserError(field, router.value, hint)
 
     @property
     def experts(self) -> Experts:

@@ -13,7 +13,7 @@ from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
 from skein.model.sparse.experts import ExpertPlacement
 from skein.model.sparse.model import SparseModel
-from skein.model.sparse.routing import DropOrder, RoutingSpec
+from skein.model.sparse.routing import DropOrder, RouterKind, RoutingSpec
 from tests.worker.mesh.test_stage import ROUNDING, assert_same_sums, counted, job_of, sums, zeroed
 from tests.worker.model.builders import NUM_TOKENS, assert_near, part, samples, whole
 from worker.mesh.mesh import Mesh
@@ -49,6 +49,13 @@ def mixtral(
     )
 
 
+def routed(kind: RouterKind) -> SparseModel:
+    """By another router, with a balance loss and room for 1 where tokens choose."""
+    settings = {"balance_coefficient": 0.5, "capacity": 1.0} if kind.row.tokens_choose else {}
+    routing = RoutingSpec.model_validate({"router": kind, "allow_lookahead": kind.row.looks_ahead} | settings)
+    return mixtral().model_copy(update={"routing": routing})
+
+
 def qwen() -> SparseModel:
     shape = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": False}
     return Qwen3MoeModel(
@@ -63,6 +70,11 @@ MODELS: dict[str, SparseModel] = {
     "qwen": qwen(),
     "top 1, room for 1": mixtral(num_chosen=1, capacity=1.0),
     **{f"top 2, room for 1, {order}": mixtral(capacity=1.0, drop=order) for order in DropOrder},
+    **{
+        str(kind): routed(kind)
+        for kind in RouterKind
+        if not kind.row.mixes_tokens and kind is not RouterKind.SOFTMAX_TOPK
+    },
 }
 
 

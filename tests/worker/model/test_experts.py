@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bench.reference import PlainExperts
+from bench.experts import PlainExperts
 from skein.model.sparse.experts import ExpertNames, Experts
 from skein.model.sparse.routing import DropOrder, RoutingSpec
 from skein.types import Precision
@@ -224,6 +224,6 @@ def test_torchs_grouped_products_give_what_products_expert_by_expert_give() -> N
             for matrix, part in zip(wide.parameters(), own.parameters(), strict=True):
                 matrix.zero_()
                 matrix[: part.shape[0], : part.shape[1]] = part
-        grouped.gate.weight.copy_(narrow.gate.weight)
+        grouped.get_parameter("gate.weight").copy_(narrow.get_parameter("gate.weight"))
     # bfloat16 keeps 8 bits; sums of 16 and 20 numbers in float32, rounded at three products.
     assert_near(grouped(x), narrow(x).detach(), tolerance=2e-2)

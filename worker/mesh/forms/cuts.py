@@ -60,7 +60,7 @@ _CUTS = {
     r"mlp\.(gate|up)_proj\.weight": ShareCut.ROWS,
     r"mlp\.down_proj\.weight": ShareCut.COLUMNS,
     # Each device goes back for its own tokens only.
-    r"\w+\.gate\.weight": ShareCut.PARTIAL,
+    r"\w+\.gate(\.projection|\.experts)?\.weight": ShareCut.PARTIAL,
     r"\w+\.experts\..+": ShareCut.ONE,
 }
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")

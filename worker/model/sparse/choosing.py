@@ -18,6 +18,15 @@ def likeliest(chances_NE: Tensor, num_chosen: int) -> Tensor:
     return order_NE[:, :num_chosen].contiguous()
 
 
+def best_tokens(chances_NE: Tensor, num_tokens: int) -> Tensor:
+    """Tokens that each expert takes, true in (N, E): so many of the largest chances, of equal ones the earlier token.
+
+    Chances are equal as for `slots_of`.
+    """
+    order_NE = _rounded(chances_NE).sort(dim=0, descending=True, stable=True).indices
+    return torch.zeros_like(order_NE, dtype=torch.bool).scatter_(0, order_NE[:num_tokens], True)
+
+
 def slots_of(choices_NK: Tensor, weights_NK: Tensor, num_experts: int, order: DropOrder) -> Tensor:
     """Place of each choice among those of its expert, (N, K), in the order in which the expert takes them.
 
@@ -30,11 +39,15 @@ def slots_of(choices_NK: Tensor, weights_NK: Tensor, num_experts: int, order: Dr
     if order is DropOrder.CHOICE_MAJOR:
         turn_C = turn_C.view(num_tokens, num_chosen).t().flatten()
     elif order is DropOrder.PROBS:
-        rounded_C = (weights_NK.detach().flatten() * WEIGHT_STEPS).round()
-        turn_C = rounded_C.sort(descending=True, stable=True).indices
+        turn_C = _rounded(weights_NK.flatten()).sort(descending=True, stable=True).indices
     by_expert_C = turn_C[choices_NK.flatten()[turn_C].sort(stable=True).indices]
     counts_E = torch.bincount(choices_NK.flatten(), minlength=num_experts)
     starts_E = counts_E.cumsum(0) - counts_E
     slots_C = torch.empty_like(turn_C)
     slots_C[by_expert_C] = torch.arange(len(turn_C), device=turn_C.device)
     return slots_C.view_as(choices_NK) - starts_E[choices_NK]
+
+
+def _rounded(weights: Tensor) -> Tensor:
+    """Weights in whole `WEIGHT_STEPS`."""
+    return (weights.detach() * WEIGHT_STEPS).round()

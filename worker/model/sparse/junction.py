@@ -28,8 +28,8 @@ class RoutedMicrobatch:
 
     @property
     def balance(self) -> Balance | None:
-        """Balance of all layers together."""
-        if self.num_valid is None:
+        """Balance of all layers together; None: no layer has told anything."""
+        if self.num_valid is None or not self.losses:
             return None
         return Balance(
             loss_sum=self.num_valid * sum(self.losses),

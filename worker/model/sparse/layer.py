@@ -20,17 +20,14 @@ from worker.mesh.tokens import TokenShare
 from worker.model.base import Linear, parameter_dtype
 from worker.model.ops import swiglu
 from worker.model.pending import Tray
-from worker.model.sparse.choosing import likeliest, slots_of
 from worker.model.sparse.junction import Junction
-from worker.model.sparse.rows import ExpertRows, combine, dispatch, grouped
+from worker.model.sparse.routers import ROUTES, Routed, gate_of
+from worker.model.sparse.rows import combine, dispatch, grouped
 from worker.model.sparse.spread import Pieces, SpreadRows, spread
 
 
 class SparseMlp(nn.Module):
-    """SwiGLU feed-forwards, and the router that chooses among them for each token.
-
-    Source: Jiang et al., Mixtral of Experts, 2024, Section 2.1; without `is_normalised`, chances of all experts are the
-    weights of the chosen.
+    """SwiGLU feed-forwards, and the gate that scores them for each token; its router says what goes where.
 
     Takes whole activations and gives whole ones, whatever its `share` of the experts.
     """
@@ -49,7 +46,7 @@ class SparseMlp(nn.Module):
         self.dtype = dtype
         self.tray = tray
         self.junction = junction
-        self.gate = Linear(experts.num_features, experts.num_experts, dtype, tray)
+        self.gate = gate_of(experts, dtype, tray)
         self._share = share
         self._tokens = TokenShare(share)
         own = share.rows(experts.num_experts)
@@ -63,44 +60,28 @@ class SparseMlp(nn.Module):
         x_ND, tokens = x_BTD.flatten(0, -2), self._tokens
         if self._share.size > 1:
             x_ND = tokens.enter(x_ND)
-        chances_NE = self.gate(x_ND).to(self.dtype).softmax(-1)
-        choices_NK = likeliest(chances_NE, self.sizes.num_chosen)
-        counts_E = torch.bincount(choices_NK.flatten(), minlength=self.sizes.num_experts)
+        scores = self.gate(x_ND).to(self.dtype)
         if self._share.size > 1:
-            chances_NE = tokens.keep(chances_NE)
-        chances_NE = self.junction.weighed(chances_NE, counts_E, self.sizes.routing.balance_coefficient)
-        weights_NK = chances_NE.gather(-1, choices_NK)
-        if self.sizes.is_normalised:
-            weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-        kept_NK = self._kept(choices_NK, weights_NK)
+            scores = tokens.keep(scores)
+        routed = ROUTES[self.sizes.routing.router](scores, self.sizes, self.junction)
         if self._share.size > 1:
-            return self._spread(x_ND, choices_NK, weights_NK, kept_NK).view(x_BTD.shape)
-        rows = ExpertRows.of(choices_NK, self.sizes.num_experts, kept_NK)
-        x_RD = dispatch(x_ND, rows)
+            assert isinstance(routed, Routed), "mixtures of tokens are not spread"
+            return self._spread(x_ND, routed).view(x_BTD.shape)
+        way = routed.way(self.sizes.num_experts)
+        x_RD = way.there(x_ND)
         inner_RO = swiglu(
-            grouped(x_RD, rows, self.tray, *self._gates), grouped(x_RD, rows, self.tray, *self._ups)
+            grouped(x_RD, way.rows, self.tray, *self._gates), grouped(x_RD, way.rows, self.tray, *self._ups)
         )
-        y_RD = grouped(inner_RO, rows, self.tray, *self._downs)
-        return combine(y_RD, weights_NK, rows).view(x_BTD.shape)
+        return way.back(grouped(inner_RO, way.rows, self.tray, *self._downs)).view(x_BTD.shape)
 
-    def _spread(self, x_ND: Tensor, choices_NK: Tensor, weights_NK: Tensor, kept_NK: Tensor | None) -> Tensor:
+    def _spread(self, x_ND: Tensor, routed: Routed) -> Tensor:
         """Results for all tokens, of which each device makes its own."""
         num_tokens, share = len(x_ND), self._share
         here = self._tokens.own(num_tokens)
-        rows = SpreadRows.of(choices_NK, kept_NK, self.sizes.num_experts, share)
+        rows = SpreadRows.of(routed.choices_NK, routed.kept_NK, self.sizes.num_experts, share)
         weights = (*self._gates, *self._ups, *self._downs)
         y_SD = spread(dispatch(x_ND[here], rows.own), rows, Pieces(), share, self.tray, *weights)
-        return self._tokens.leave(combine(y_SD, weights_NK[here], rows.own), num_tokens)
-
-    def _kept(self, choices_NK: Tensor, weights_NK: Tensor) -> Tensor | None:
-        """Choices that do not find their expert full, in training; None: all."""
-        num_experts, routing = self.sizes.num_experts, self.sizes.routing
-        most = self.sizes.most_choices(len(choices_NK)) if self.junction.is_training else None
-        if most is None:
-            return None
-        kept_NK = slots_of(choices_NK, weights_NK, num_experts, routing.drop) < most
-        self.junction.dropped(int((~kept_NK).sum()))
-        return kept_NK
+        return self._tokens.leave(combine(y_SD, routed.weights_NK[here], rows.own), num_tokens)
 
 
 class _Expert(nn.Module):

@@ -51,6 +51,12 @@ class ExpertRows:
         num_rows = torch.bincount(choices_C[order_R], minlength=num_experts).tolist()
         return cls(order_R, places_C.view_as(choices_NK), tuple(num_rows))
 
+    @classmethod
+    def even(cls, num_experts: int, each: int) -> Self:
+        """Rows of experts that take so many each, of no token's choice."""
+        none = torch.empty(0, dtype=torch.int64)
+        return cls(none, none.view(0, 0), (each,) * num_experts)
+
     @property
     def tokens_R(self) -> Tensor:
         """Token of each row."""
