@@ -9,8 +9,9 @@ import torch
 
 from bench.stub import run_stub
 from skein.protocol.worker.ops import PackOp
-from worker.compute.ops import Compute, Outputs
+from worker.compute.ops import Compute
 from worker.compute.payload import SHARD, pack, unpack
+from worker.compute.visits.visiting import Outputs
 from worker.process import WorkerSetting
 
 

@@ -4,7 +4,6 @@ Rules of this file
 - Everything runs on the torch thread. `run` is a function of what is held and of the op's operands; what it gives back
   is to be filed by the caller.
 - Operands are read in place and outputs are not copied: nobody writes to a tensor that has been handed over.
-- In `LOOP` labels never leave the worker that the path began on; in `LINE` they go with what leaves a worker.
 """
 
 import math
@@ -24,6 +23,7 @@ from skein.numeric.gradients import (
     squared_norm,
     sum_in_order,
 )
+from skein.plan.ops import Direction
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import Decision, StepRecord
 from skein.protocol.worker.ops import (
@@ -33,7 +33,6 @@ from skein.protocol.worker.ops import (
     InputOp,
     Joined,
     JoinOp,
-    Loss,
     LossInputOp,
     LossOp,
     Op,
@@ -47,7 +46,6 @@ from skein.protocol.worker.ops import (
     TensorKey,
     VisitOp,
     WeightOp,
-    hop_key,
 )
 from skein.types import (
     Attempt,
@@ -63,29 +61,21 @@ from skein.types import (
 from worker.compute.chunk import Chunk
 from worker.compute.exchanging import Exchanging, loss_on_probe
 from worker.compute.holding import Holding, share_among
-from worker.compute.left import Left
 from worker.compute.operands import check_operands
 from worker.compute.payload import (
-    GRADIENTS,
     SHARD,
-    VALID,
     Payload,
     concatenated,
-    crossed,
-    crossing,
-    labelled,
     pack,
-    placed,
+    ready,
     unpack,
 )
 from worker.compute.snapshots import Snapshots
 from worker.compute.state import Saved
-from worker.model.base import Crossing, Labels
-from worker.selection.scoring import loss_at_end
+from worker.compute.visits.left import Left
+from worker.compute.visits.visiting import Outputs, Visiting
 from worker.selection.traits import Traits
 from worker.telling.aggregating import Gauges
-
-Outputs = dict[TensorKey, Payload]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,17 +189,8 @@ class Compute:
         if self.holding is not None:
             check_operands(op, operands, self.holding.chunks, self._left.graphs, self._exchanges)
         match op:
-            case ForwardOp():
-                return self._forward(op, operands)
-            case LossOp() | LossInputOp():
-                return self._loss(op, operands)
-            case BackwardOp():
-                return self._backward(op, operands)
-            case InputOp():
-                return self._input_gradient(op, operands)
-            case WeightOp():
-                self._left.add_up((op.microbatch, op.chunk.stage))
-                return Done()
+            case ForwardOp() | LossOp() | LossInputOp() | BackwardOp() | InputOp() | WeightOp():
+                return self._visit(op, operands)
             case PackOp():
                 return Done(outputs=self._pack(op))
             case SumOp():
@@ -229,105 +210,11 @@ class Compute:
             case _:
                 assert_never(op)
 
-    def _forward(self, op: ForwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
-        self._leaving = ()
-        x, labels, num_valid = self._input(op, operands)
-        module = self._chunk(op.chunk).functions
-        if labels is None and module.takes_labels:
-            labels = self._samples(op)[1]
-        classes = None if labels is None else labels.labels
-        with module.junction.visited(num_valid) as visit:
-            if op.phase.keeps_graph:
-                y = module.onward(x.followed(is_sample=op.operand is None), classes)
-                self._left.graphs[op.microbatch, op.chunk.stage] = (x, y)
-            else:
-                with torch.no_grad():
-                    y = module.onward(x, classes)
-        if labels is not None and self._stay_here(op):
-            self._left.labels[op.phase, op.microbatch] = labels
-            labels = None
-        return Done(outcome=visit.balance, outputs=self._given(op, crossing(y.detached(), num_valid, labels)))
-
-    def _stay_here(self, op: ForwardOp) -> bool:
-        """Whether the labels need not go along.
-
-        In `LOOP` the end is where the path began, and whoever takes that place reads them again. Else they go wherever
-        the path goes, though it may come back: who takes the place of the end may be no origin.
-        """
-        left = (op.path.end,) if self._held.job.parallel.layout.comes_back else op.path.hops[op.hop :]
-        return all(self._is_mine(hop) for hop in left)
-
-    def _loss(self, op: LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> Done:
-        self._leaving = ()
-        if (own := self._chunk(op.chunk).own_loss(op, self._held.batches)) is not None:
-            return Done(outcome=own)
-        x, labels, valid_before = self._input(op, operands)
-        self._left.labels.pop((op.phase, op.microbatch), None)
-        if labels is None:
-            # The path began here, and its loss has been computed once already.
-            labels = self._samples(op)[1]
-        module = self._chunk(op.chunk).functions
-        if not op.phase.trains:
-            return Done(
-                outcome=loss_at_end(op, self._chunk(op.chunk), x, labels, self._held.job, self.traits)
-            )
-        with module.junction.visited(valid_before) as visit:
-            followed = x.followed(is_sample=op.operand is None)
-            total, num_valid = module.score(followed, labels.labels, labels.weights)
-        if isinstance(op, LossInputOp):
-            self._left.put_aside((op.microbatch, op.chunk.stage), module.put_aside([total]))
-        else:
-            total.backward()  # type: ignore[no-untyped-call]
-        outcome = Loss(loss_sum=total.item(), num_tokens=num_valid, balance=visit.balance)
-        return Done(outcome=outcome, outputs=self._handed_back(op, x))
-
-    def _backward(self, op: BackwardOp, operands: Mapping[TensorKey, Payload]) -> Done:
-        x, y = self._left.graphs.pop((op.microbatch, op.chunk.stage))
-        self._chunk(op.chunk).functions.add_gradients(y.differentiable, self._gradients(op, operands))
-        return Done(outputs=self._handed_back(op, x))
-
-    def _input_gradient(self, op: InputOp, operands: Mapping[TensorKey, Payload]) -> Done:
-        place = op.microbatch, op.chunk.stage
-        x, y = self._left.graphs.pop(place)
-        module = self._chunk(op.chunk).functions
-        self._left.put_aside(place, module.put_aside(y.differentiable, self._gradients(op, operands)))
-        return Done(outputs=self._handed_back(op, x))
-
-    def _gradients(self, op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload]) -> list[Tensor]:
-        """Gradients of what the op's forward has given."""
-        assert op.operand is not None
-        tensors = unpack(operands[op.operand], self.device)
-        return [tensors[name] for name in GRADIENTS if name in tensors]
-
-    def _input(
-        self, op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]
-    ) -> tuple[Crossing, Labels | None, int | None]:
-        """The op's input, the labels if they came with it or stay here, and how many are valid if experts need that."""
-        if op.operand is None:
-            samples, labels = self._samples(op)
-            weighs = op.phase.trains and self._held.job.model.has_experts
-            return Crossing(samples), labels, labels.num_valid if weighs else None
-        tensors = unpack(operands[op.operand], self.device)
-        labels_here = labelled(tensors) or self._left.labels.get((op.phase, op.microbatch))
-        return crossed(tensors), labels_here, int(tensors[VALID]) if VALID in tensors else None
-
-    def _samples(self, op: ForwardOp | LossOp | LossInputOp) -> tuple[Tensor, Labels]:
-        """Samples and labels of a path that begins here."""
-        batches = self._held.batches
-        if batches is None:
-            raise LocalError("a path begins here, but no data were opened")
-        return placed(batches.batch(op.phase, op.step, op.microbatch), self.device)
-
-    def _handed_back(self, op: VisitOp, x: Crossing) -> Outputs:
-        """Gradients of what the hop before gave, ready to be handed over; the first hop has none."""
-        if not op.outputs:
-            return {}
-        grads = {name: tensor.grad for name, tensor in zip(GRADIENTS, x.differentiable, strict=False)}
-        return self._given(op, {name: grad for name, grad in grads.items() if grad is not None})
-
-    def _given(self, op: VisitOp, tensors: Mapping[str, Tensor]) -> Outputs:
-        """The op's boundary tensor, ready for each hop that takes it."""
-        return {hop_key(x): self._sent(tensors, (x.path.hops[x.hop].worker,)) for x in op.outputs}
+    def _visit(self, op: VisitOp, operands: Mapping[TensorKey, Payload]) -> Done:
+        if op.kind.row.takes is Direction.FORWARD:
+            self._leaving = ()
+        visited = Visiting(self.device, self._held, self._left, self.traits).run(op, operands)
+        return Done(outcome=visited.outcome, outputs=visited.outputs)
 
     # --- reduction; accumulators are only read ---
 
@@ -396,8 +283,7 @@ class Compute:
         return Sketched(values=sketch(chunk.named(group, flat), op.asked.seed))
 
     def _sent(self, tensors: Mapping[str, Tensor], to: tuple[WorkerId, ...]) -> Payload:
-        """Payload of `tensors`: as they are if they stay here, else as they travel."""
-        return tensors if to == (self._held.worker,) else pack(tensors)
+        return ready(tensors, to, self._held.worker)
 
     def _member_of(self, group: Group) -> ChunkRef:
         """The first member of a group that is here."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from skein.types import WorkerId
 from worker.bundle import Bundle, allocate, bundle_bytes, to_torch, to_wire
 from worker.data.dataset import Batch
 from worker.model.base import Crossing, Labels
@@ -57,6 +58,11 @@ def placed(batch: Batch, device: torch.device) -> tuple[Tensor, Labels]:
 def pack(tensors: Mapping[str, Tensor]) -> Bundle:
     """Tensors by name as they travel, sharing memory where they lie in the host's."""
     return tuple(to_wire(name, tensor) for name, tensor in tensors.items())
+
+
+def ready(tensors: Mapping[str, Tensor], to: tuple[WorkerId, ...], me: WorkerId) -> Payload:
+    """Payload of `tensors` for workers: as they are if they stay at this one, else as they travel."""
+    return tensors if to == (me,) else pack(tensors)
 
 
 def unpack(payload: Payload, device: torch.device) -> Mapping[str, Tensor]:
