@@ -17,6 +17,7 @@ from torch import Tensor
 from skein.config.job import read_spec
 from skein.config.mesh.tensor import MeshForm
 from skein.errors import LocalError
+from skein.plan.pieces.lanes import Pieces
 from worker.compute.payload import GRADIENTS, LABELS, WEIGHTS, crossed, crossing
 from worker.mesh.forms.cuts import cut_of, is_in_parts
 from worker.mesh.forms.sequence import SequenceShare
@@ -29,16 +30,20 @@ from worker.mesh.frames import (
     GroupAsk,
     LoadAsk,
     ReturnAsk,
+    RowTimes,
     SpeedAsk,
     StageAsk,
     SumsAsk,
+    TimeRowsAsk,
     VisitAsk,
 )
 from worker.mesh.groups import DeviceGroup
+from worker.mesh.pieces.meter import Meter
 from worker.mesh.share import WHOLE, Share
 from worker.mesh.traffic import CollectiveCount
 from worker.model.base import Crossing, Stage, parameter_dtype
 from worker.model.pending import Pending, add_up
+from worker.model.sparse.layer import SparseMlp
 from worker.model.stage import empty_stage
 from worker.probe import measure_device
 
@@ -65,6 +70,8 @@ class _Kept:
     stages: dict[int, Stage] = field(default_factory=dict)
     forms: dict[int, MeshForm] = field(default_factory=dict)
     """Form in which each stage is shared."""
+    shares: dict[int, Share] = field(default_factory=dict)
+    """Share that this device has of each stage's blocks."""
     visits: dict[int, _Visited] = field(default_factory=dict)
     pending: dict[int, deque[Pending]] = field(default_factory=dict)
 
@@ -82,6 +89,7 @@ class DeviceShare:
         self._device = device
         self._group: DeviceGroup | None = None
         self._traffic = CollectiveCount()
+        self._meter = Meter(is_timed=device.type == "cpu")
         self._kept = _Kept()
 
     def carry_out(self, asked: Asked | DeviceAnswer, tensors: Mapping[str, Tensor]) -> Answered:
@@ -90,7 +98,8 @@ class DeviceShare:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         collectives, elements = self._traffic.taken()
-        return answer.model_copy(update={"collectives": collectives, "elements": elements}), given
+        counted = {"collectives": collectives, "elements": elements, "metered": self._meter.take()}
+        return answer.model_copy(update=counted), given
 
     def _do(self, asked: Asked | DeviceAnswer, tensors: Mapping[str, Tensor]) -> Answered:
         match asked:
@@ -104,6 +113,8 @@ class DeviceShare:
                 self._load(asked, tensors)
             case VisitAsk():
                 return self._visit(asked, tensors)
+            case TimeRowsAsk():
+                return DeviceAnswer(row_times=self._time_rows(asked)), {}
             case ReturnAsk():
                 return DeviceAnswer(), self._return(asked, tensors)
             case AddUpAsk():
@@ -146,6 +157,7 @@ class DeviceShare:
         if self._group is not None:
             kind = SequenceShare if asked.form.in_sequence else Share
             share = kind(self._group, parameter_dtype(job.precision))
+            share.meter = self._meter
         stage = empty_stage(
             job.model.shared(share.size),
             asked.spec,
@@ -158,6 +170,7 @@ class DeviceShare:
             parameter.grad = torch.zeros_like(parameter)
         self._kept.stages[asked.chunk] = stage
         self._kept.forms[asked.chunk] = asked.form
+        self._kept.shares[asked.chunk] = share
 
     @torch.no_grad()
     def _load(self, asked: LoadAsk, tensors: Mapping[str, Tensor]) -> None:
@@ -170,6 +183,8 @@ class DeviceShare:
     def _visit(self, asked: VisitAsk, tensors: Mapping[str, Tensor]) -> Answered:
         stage, form = self._kept.stages[asked.chunk], self._kept.forms[asked.chunk]
         given, labels = crossed(tensors), tensors.get(LABELS)
+        forward, backward = asked.pieces
+        self._kept.shares[asked.chunk].pieces = Pieces(forward=forward, backward=backward)
         with (
             torch.set_grad_enabled(asked.ticket is not None),
             stage.junction.visited(asked.num_valid) as microbatch,
@@ -193,6 +208,12 @@ class DeviceShare:
             num_dropped=microbatch.num_dropped,
         )
         return answer, self._told(named, form)
+
+    @torch.no_grad()
+    def _time_rows(self, asked: TimeRowsAsk) -> tuple[RowTimes, ...]:
+        """Times of the first layer of experts: all of a stage are alike."""
+        layers = (x for x in self._kept.stages[asked.chunk].modules() if isinstance(x, SparseMlp))
+        return next(layers).timed(asked.num_rows, self._device)
 
     def _return(self, asked: ReturnAsk, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Gradients of what the stage was given."""
@@ -234,3 +255,4 @@ class DeviceShare:
         for chunk in asked.chunks:
             kept.stages.pop(chunk, None)
             kept.forms.pop(chunk, None)
+            kept.shares.pop(chunk, None)

@@ -77,7 +77,8 @@ class VisitAsk(Spec):
     """Go through the stage, to its loss if `scores`, with the boundary that comes along.
 
     What the way back needs is kept under `ticket`; None: nothing is. `follows`: the input gets a gradient. `num_valid`:
-    tokens of the microbatch that have a label, for experts; None: outside of training.
+    tokens of the microbatch that have a label, for experts; None: outside of training. `pieces`: in how many rows go to
+    experts, and their gradients on the way back.
     """
 
     kind: Literal["visit"] = "visit"
@@ -86,6 +87,15 @@ class VisitAsk(Spec):
     follows: bool
     scores: bool
     num_valid: int | None
+    pieces: tuple[int, int] = (1, 1)
+
+
+class TimeRowsAsk(Spec):
+    """Measure exchanges, and a layer of the stage's experts, on so many rows of each device."""
+
+    kind: Literal["time_rows"] = "time_rows"
+    chunk: int
+    num_rows: tuple[int, ...]
 
 
 class ReturnAsk(Spec):
@@ -119,7 +129,18 @@ class DropAsk(Spec):
     chunks: tuple[int, ...]
 
 
-Asked = SpeedAsk | GroupAsk | StageAsk | LoadAsk | VisitAsk | ReturnAsk | AddUpAsk | SumsAsk | DropAsk
+Asked = (
+    SpeedAsk
+    | GroupAsk
+    | StageAsk
+    | LoadAsk
+    | VisitAsk
+    | TimeRowsAsk
+    | ReturnAsk
+    | AddUpAsk
+    | SumsAsk
+    | DropAsk
+)
 
 
 # --- what is answered ---
@@ -134,12 +155,33 @@ class DeviceSpeed(Spec):
     spread: float
 
 
+class RowTimes(Spec):
+    """Seconds of so many rows of a device, as `skein.plan.pieces.choice.TimedRows`."""
+
+    num_rows: int
+    exchange_s: float
+    forward_s: float
+    backward_s: float
+    weights_s: float
+
+
+class Metered(Spec):
+    """Layers of experts: how many, seconds from the first exchange of each to its last, and of these those that
+    experts computed for; none where the host cannot tell."""
+
+    num_layers: int = 0
+    layers_s: float = 0.0
+    experts_s: float = 0.0
+
+
 class DeviceAnswer(Spec):
     """An ask is carried out; it took so many collectives over devices, and elements that came with them."""
 
     kind: Literal["answer"] = "answer"
     collectives: Mapping[Collective, int] = {}
     elements: Mapping[Collective, int] = {}
+    metered: Metered = Metered()
+    row_times: tuple[RowTimes, ...] = ()
     num_tokens: int = 0
     """Valid labels of a visit that scores."""
     balance_losses: tuple[float, ...] = ()

@@ -20,6 +20,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from skein.plan.pieces.lanes import Pieces
 from skein.topology.fleet import Profile
 from worker.mesh.frames import (
     AddUpAsk,
@@ -72,6 +73,8 @@ class Mesh:
         """Collectives over all devices so far, as the first one tells."""
         self.device_bytes = sys.maxsize
         """Memory of each device, as measured last; of processors, its share of the host's."""
+        self.pieces: Pieces | None = None
+        """In how many tokens go to experts on other devices; None: chosen by measured times."""
         self._least_patience_s = least_patience_s
         self._clock = clock
         self._size = 1
@@ -220,7 +223,7 @@ def _op_of(asked: Asked) -> tuple[object, ...] | None:
     """Kind of op that takes about equally long each time; None: how long it takes has nothing to do with the last."""
     match asked:
         case VisitAsk():
-            return asked.kind, asked.chunk, asked.scores, asked.ticket is None
+            return asked.kind, asked.chunk, asked.scores, asked.ticket is None, asked.pieces
         case LoadAsk() | SumsAsk():
             return asked.kind, asked.chunk
         case ReturnAsk() | AddUpAsk():

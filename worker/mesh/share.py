@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
+from skein.plan.pieces.lanes import Pieces
 from worker.mesh.forms.cuts import portion_of
+from worker.mesh.pieces.meter import Meter
 
 
 class Arriving(Protocol):
@@ -51,6 +53,10 @@ class Share:
     def __init__(self, group: SumGroup | None = None, dtype: torch.dtype = torch.float32) -> None:
         self._group = group
         self._dtype = dtype
+        self.meter = Meter()
+        """Time that layers of experts take; whoever tells of it puts their own here."""
+        self.pieces = Pieces()
+        """In how many tokens go to experts on other devices; whoever asks for a visit says so first."""
 
     @property
     def size(self) -> int:

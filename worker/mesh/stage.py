@@ -25,6 +25,7 @@ from worker.mesh.device import LOSS
 from worker.mesh.forms.cuts import BoundaryCut, cut_of, is_held
 from worker.mesh.frames import AddUpAsk, LoadAsk, ReturnAsk, StageAsk, SumsAsk, VisitAsk
 from worker.mesh.mesh import Mesh
+from worker.mesh.pieces.piecing import Piecing
 from worker.model.base import Crossing, Labels, Stage
 from worker.model.ops import go_back
 from worker.model.pending import Pending
@@ -57,6 +58,7 @@ class MeshStage:
         """Whole parameters, which whoever updates them may replace by others."""
         self._given: dict[str, tuple[int, int]] = {}
         """Place and count of changes of each parameter as the devices have it."""
+        self._piecing = Piecing(mesh, self.form.size, job.model, module.stage)
         self._has_sums = False
         self._aside: list[_Ticket] | None = None
         self.anchor = torch.zeros(0, requires_grad=True)
@@ -124,10 +126,13 @@ class MeshStage:
             self._mesh.drop_sums(self._chunk)
         self._has_sums = False
 
-    def came_back(self, ticket: int, boundary: BoundaryCut, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients of what a visit was given, from those of what it made, by name of that."""
+    def came_back(
+        self, ticket: int, boundary: BoundaryCut, grads: Mapping[str, Tensor], num_tokens: int
+    ) -> dict[str, Tensor]:
+        """Gradients of what a visit of so many tokens was given, from those of what it made, by name of that."""
         asked = ReturnAsk(ticket=ticket, puts_aside=self._aside is not None)
         answers = self._mesh.ask_each([(asked, part) for part in boundary.cut(grads)])
+        self._piecing.observe(num_tokens, answers[0][0].metered, is_forward=False)
         if self._aside is None:
             self._has_sums = True
         return boundary.join([given for _, given in answers])
@@ -150,17 +155,21 @@ class MeshStage:
         chunk = self._ready()
         sent = crossing(given.detached(), labels=labels)
         boundary = BoundaryCut(self.form, given.hidden.shape[1] if given.hidden.dim() > 1 else 1)
-        ticket = _Ticket(self, self._mesh, boundary) if torch.is_grad_enabled() else None
+        num_tokens = given.hidden.shape[:2].numel()
+        ticket = _Ticket(self, self._mesh, boundary, num_tokens) if torch.is_grad_enabled() else None
         microbatch = self.junction.microbatch
+        pieces = self._piecing.pieces(chunk, num_tokens)
         asked = VisitAsk(
             chunk=chunk,
             ticket=None if ticket is None else ticket.number,
             follows=given.hidden.requires_grad,
             scores=scores,
             num_valid=None if microbatch is None else microbatch.num_valid,
+            pieces=(pieces.forward, pieces.backward),
         )
         answers = self._mesh.ask_each([(asked, part) for part in boundary.cut(sent)])
         answer, found = answers[0][0], boundary.join([told for _, told in answers])
+        self._piecing.observe(num_tokens, answer.metered, is_forward=True)
         tensors |= found
         on_answer(answer.num_tokens)
         if microbatch is not None:
@@ -231,10 +240,11 @@ class MeshStage:
 class _Ticket:
     """A visit's number at the devices; what they keep of it is dropped with this, if nobody comes back."""
 
-    def __init__(self, stage: MeshStage, mesh: Mesh, boundary: BoundaryCut) -> None:
+    def __init__(self, stage: MeshStage, mesh: Mesh, boundary: BoundaryCut, num_tokens: int) -> None:
         self.number = mesh.new_number()
         self.names: tuple[str, ...] = ()
         """Names of what the visit made."""
+        self._num_tokens = num_tokens
         self._stage = stage
         self._boundary = boundary
         self._unused = weakref.finalize(self, mesh.drop_ticket, self.number)
@@ -246,7 +256,8 @@ class _Ticket:
             stage._aside.append(self)
         else:
             self._unused.detach()
-        found = stage.came_back(self.number, self._boundary, dict(zip(self.names, grads, strict=True)))
+        grads_by_name = dict(zip(self.names, grads, strict=True))
+        found = stage.came_back(self.number, self._boundary, grads_by_name, self._num_tokens)
         return tuple(found.get(name) for name in GRADIENTS[:num_given])
 
     def add_up(self, anchor: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Experts in parts over the devices of a mesh, in real processes over gloo, against one device."""
 
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -14,6 +16,7 @@ from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
 from skein.model.sparse.experts import ExpertPlacement
 from skein.model.sparse.model import SparseModel
 from skein.model.sparse.routing import DropOrder, RouterKind, RoutingSpec
+from skein.plan.pieces.lanes import Pieces
 from tests.worker.mesh.test_stage import ROUNDING, assert_same_sums, counted, job_of, sums, zeroed
 from tests.worker.model.builders import NUM_TOKENS, assert_near, part, samples, whole
 from worker.mesh.mesh import Mesh
@@ -93,6 +96,16 @@ class Trained:
     microbatch: RoutedMicrobatch
 
 
+@contextmanager
+def in_pieces(mesh: Mesh, forward: int, backward: int) -> Iterator[None]:
+    """So many, whatever devices measure."""
+    mesh.pieces = Pieces(forward=forward, backward=backward)
+    try:
+        yield
+    finally:
+        mesh.pieces = None
+
+
 def trained(stage: MeshStage | Stage, x: Tensor, labels: Tensor) -> Trained:
     with stage.junction.visited(NUM_VALID) as microbatch:
         loss, _ = stage.score(Crossing(x), labels)
@@ -132,7 +145,7 @@ def test_blocks_of_experts_give_what_they_give_on_one_device(
     given = [Crossing(x.clone()).followed(is_sample=False) for _ in range(2)]
     each_way = {Collective.SUM: 2, Collective.GATHER: 2, Collective.EXCHANGE: 2 * 2}
     before = counted(four)
-    with stage.junction.visited(NUM_VALID):
+    with in_pieces(four, 1, 1), stage.junction.visited(NUM_VALID):
         found = stage.onward(given[0], None).hidden
     with alone.junction.visited(NUM_VALID):
         wanted = alone.onward(given[1], None).hidden
@@ -148,6 +161,50 @@ def test_blocks_of_experts_give_what_they_give_on_one_device(
     expected = sums(alone)
     for parameter, gradient in sums(shared).items():
         assert_near(gradient, expected[parameter], tolerance=GRADIENT_ROUNDING, what=parameter)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "size"), [(1, 2, 2), (2, 1, 4), (3, 4, 2), (4, 3, 4), (7, 5, 2)]
+)
+def test_pieces_give_what_all_rows_at_once_give(four: Mesh, forward: int, backward: int, size: int) -> None:
+    model = MODELS["top 2, room for 1, probs"]
+    alone, shared = zeroed(part(model, 1, 3)), zeroed(part(model, 1, 3))
+    stage = MeshStage(four, job_of(model, size), shared)
+    # Of 11 tokens devices have 6 and 5, or 3, 3, 3 and 2: few numbers of pieces divide them, and some pieces are empty.
+    x = torch.randn(1, 11, 32, dtype=torch.float64)
+    given = [Crossing(x.clone()).followed(is_sample=False) for _ in range(2)]
+    before = four.traffic.counts[Collective.EXCHANGE]
+    with alone.junction.visited(NUM_VALID) as wanted_told:
+        wanted = alone.onward(given[1], None).hidden
+    with in_pieces(four, forward, backward):
+        with stage.junction.visited(NUM_VALID) as told:
+            found = stage.onward(given[0], None).hidden
+        assert four.traffic.counts[Collective.EXCHANGE] == before + 2 * 2 * forward
+        torch.autograd.backward(found, wanted.detach())
+        assert four.traffic.counts[Collective.EXCHANGE] == before + 2 * 2 * (forward + backward)
+    torch.autograd.backward(wanted, wanted.detach())
+    assert told.num_dropped == wanted_told.num_dropped > 0
+    assert_near(found.detach(), wanted.detach(), tolerance=ROUNDING)
+    assert given[1].hidden.grad is not None
+    assert_near(given[0].hidden.grad, given[1].hidden.grad, tolerance=GRADIENT_ROUNDING)
+    stage.gather_sums()
+    expected = sums(alone)
+    for parameter, gradient in sums(shared).items():
+        assert_near(gradient, expected[parameter], tolerance=GRADIENT_ROUNDING, what=parameter)
+
+
+def test_pieces_are_chosen_by_what_devices_measure(four: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    model = MODELS["top 2"]
+    stage = MeshStage(four, job_of(model, 2), zeroed(part(model, 1, 3)))
+    with caplog.at_level("INFO", logger="worker.mesh.pieces.piecing"):
+        for num_samples in (1, 8, 8):
+            stage.onward(Crossing(torch.randn(num_samples, NUM_TOKENS, 32, dtype=torch.float64)), None)
+    # Twelve tokens are too few for a line; ninety-six are measured for once.
+    (told,) = [x.getMessage() for x in caplog.records if x.name == "worker.mesh.pieces.piecing"]
+    assert re.match(
+        r"stage=0 experts of 96 rows a device in \d+ pieces forward, \d+ backward: exchange ", told
+    )
+    assert told.count("(R2 ") == 3
 
 
 def test_weight_gradients_of_experts_wait_at_their_devices(four: Mesh) -> None:

@@ -8,6 +8,7 @@ import pytest
 from skein.config.job import JobSpec
 from skein.model.sparse.experts import ExpertPlacement
 from skein.model.sparse.routing import RoutingSpec
+from skein.plan.pieces.lanes import Pieces
 from skein.types import Layout
 from tests.worker.lab import Lab, sparse_job, tiny_job
 from worker.mesh.mesh import Mesh
@@ -74,19 +75,29 @@ def test_experts_on_a_device_of_a_mesh_are_balanced_as_without(
 
 
 @pytest.mark.parametrize(
-    ("stages", "num_chosen", "capacity"),
-    [(1, 2, None), (2, 2, 1.0), (4, 1, 1.0)],
+    ("stages", "num_chosen", "capacity", "pieces"),
+    [
+        (1, 2, None, Pieces(forward=2, backward=3)),
+        (2, 2, 1.0, Pieces(forward=4, backward=1)),
+        (4, 1, 1.0, None),
+    ],
     ids=["alone, dropless", "of two workers, top 2", "of four, top 1"],
 )
 def test_experts_in_parts_over_a_mesh_train_like_those_of_one_device(
-    two: Mesh, labs: list[Lab], text: Path, stages: int, num_chosen: int, capacity: float | None
+    two: Mesh,
+    labs: list[Lab],
+    text: Path,
+    stages: int,
+    num_chosen: int,
+    capacity: float | None,
+    pieces: Pieces | None,
 ) -> None:
     routing = RoutingSpec(balance_coefficient=0.1, capacity=capacity)
     job = sparse_job(
         text, stages=stages, num_chosen=num_chosen, routing=routing, placement=ExpertPlacement.MESH
     )
     labs += [Lab(job), Lab(job, meshes={"w00": two})]
-    before = two.traffic.counts[Collective.EXCHANGE]
+    before, two.pieces = two.traffic.counts[Collective.EXCHANGE], pieces
     wanted, found = ([lab.step(step) for step in range(NUM_SPARSE_STEPS)] for lab in labs)
     assert two.traffic.counts[Collective.EXCHANGE] > before
     for one, other in zip(wanted, found, strict=True):

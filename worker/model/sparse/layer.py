@@ -10,20 +10,24 @@ Rules of this package
 N tokens of a microbatch, D hidden features, E experts, K choices of a token, R rows, O outputs.
 """
 
+import time
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from skein.model.sparse.experts import Experts
 from skein.types import Precision
+from worker.mesh.frames import RowTimes
+from worker.mesh.pieces.tokens import TokenShare
 from worker.mesh.share import WHOLE, Share
-from worker.mesh.tokens import TokenShare
-from worker.model.base import Linear, parameter_dtype
+from worker.model.base import Linear, parameter_dtype, product_dtype
 from worker.model.ops import swiglu
 from worker.model.pending import Tray
 from worker.model.sparse.junction import Junction
 from worker.model.sparse.routers import ROUTES, Routed, gate_of
 from worker.model.sparse.rows import combine, dispatch, grouped
-from worker.model.sparse.spread import Pieces, SpreadRows, spread
+from worker.model.sparse.spread import SpreadRows, spread, timed_rows
 
 
 class SparseMlp(nn.Module):
@@ -47,6 +51,7 @@ class SparseMlp(nn.Module):
         self.tray = tray
         self.junction = junction
         self.gate = gate_of(experts, dtype, tray)
+        self._travels = product_dtype(precision)
         self._share = share
         self._tokens = TokenShare(share)
         own = share.rows(experts.num_experts)
@@ -74,13 +79,25 @@ class SparseMlp(nn.Module):
         )
         return way.back(grouped(inner_RO, way.rows, self.tray, *self._downs)).view(x_BTD.shape)
 
+    def timed(self, num_rows: Sequence[int], device: torch.device) -> tuple[RowTimes, ...]:
+        """Seconds of exchanges and of this device's experts, on so many rows."""
+
+        def clock() -> float:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        weights = (*self._gates, *self._ups, *self._downs)
+        x_RD = torch.zeros(max(num_rows), self.sizes.num_features, dtype=self._travels, device=device)
+        return tuple(timed_rows(x_RD[:num], weights, self._share, clock) for num in num_rows)
+
     def _spread(self, x_ND: Tensor, routed: Routed) -> Tensor:
         """Results for all tokens, of which each device makes its own."""
         num_tokens, share = len(x_ND), self._share
         here = self._tokens.own(num_tokens)
         rows = SpreadRows.of(routed.choices_NK, routed.kept_NK, self.sizes.num_experts, share)
         weights = (*self._gates, *self._ups, *self._downs)
-        y_SD = spread(dispatch(x_ND[here], rows.own), rows, Pieces(), share, self.tray, *weights)
+        y_SD = spread(dispatch(x_ND[here], rows.own), rows, share, self.tray, *weights)
         return self._tokens.leave(combine(y_SD, routed.weights_NK[here], rows.own), num_tokens)
 
 

@@ -12,6 +12,7 @@ that its experts are given, P rows of a piece of these.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 import torch
@@ -21,8 +22,9 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from worker.mesh.forms.cuts import portion_of
+from worker.mesh.frames import RowTimes
+from worker.mesh.pieces.tokens import TokenShare
 from worker.mesh.share import Arriving, Share
-from worker.mesh.tokens import TokenShare
 from worker.model.ops import matrix_gradient
 from worker.model.pending import Tray
 from worker.model.sparse.rows import ExpertRows, products, slices_of
@@ -141,14 +143,6 @@ class SpreadRows:
         return devices_N, pieces_N
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
-    """In how many pieces rows travel on the way there, and on the way back of gradients."""
-
-    forward: int = 1
-    backward: int = 1
-
-
 def _counts(places: Tensor, num: int) -> tuple[int, ...]:
     return tuple(torch.bincount(places, minlength=num).tolist())
 
@@ -189,15 +183,29 @@ def _there_and_back(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Rows that experts make of others, as `compute` does on their device; `meanwhile` is called as the last travel."""
+    with share.meter.layer():
+        return _travelled(rows_SD, pieces, share, compute, meanwhile)
+
+
+def _travelled(
+    rows_SD: Tensor,
+    pieces: Sequence[Piece],
+    share: Share,
+    compute: Callable[[Piece, Tensor], Tensor],
+    meanwhile: Callable[[], None],
+) -> Tensor:
     coming = [
         share.exchange(_part(rows_SD, piece.sent_rows).contiguous(), piece.num_sent, piece.num_received)
         for piece in pieces
     ]
     going: list[Arriving] = []
     for piece, arriving in zip(pieces, coming, strict=True):
-        made_PD = compute(piece, piece.by_expert(arriving.wait()))
+        arrived_PD = arriving.wait()
+        with share.meter.experts():
+            made_PD = compute(piece, piece.by_expert(arrived_PD))
         going.append(share.exchange(piece.by_device(made_PD), piece.num_received, piece.num_sent))
-    meanwhile()
+    with share.meter.experts():
+        meanwhile()
     if pieces[0].sent_rows is None:
         return going[0].wait()
     given_SD = torch.empty_like(rows_SD)
@@ -222,66 +230,122 @@ class _Spread(Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
-        x_SD: Tensor,
-        rows: SpreadRows,
-        pieces: Pieces,
-        share: Share,
-        tray: Tray,
-        *weights: Tensor,
+        ctx: _Context, x_SD: Tensor, rows: SpreadRows, share: Share, tray: Tray, *weights: Tensor
     ) -> Tensor:
-        gates, ups, downs = ([x.t() for x in kind] for kind in _kinds(weights))
         x_RD, gate_RO, up_RO = (_Collected(len(rows.experts_R)) for _ in range(3))
 
         def compute(piece: Piece, x_PD: Tensor) -> Tensor:
-            x_RD.add(piece, x_PD)
-            gate_PO = gate_RO.add(piece, products(x_PD, gates, piece.num_rows))
-            up_PO = up_RO.add(piece, products(x_PD, ups, piece.num_rows))
-            return products(functional.silu(gate_PO) * up_PO, downs, piece.num_rows)
+            gate_PO, up_PO, y_PD = _forward(x_PD, weights, piece.num_rows)
+            for whole, part in ((x_RD, x_PD), (gate_RO, gate_PO), (up_RO, up_PO)):
+                whole.add(piece, part)
+            return y_PD
 
-        y_SD = _there_and_back(x_SD, rows.pieces(pieces.forward), share, compute)
+        y_SD = _there_and_back(x_SD, rows.pieces(share.pieces.forward), share, compute)
         ctx.save_for_backward(x_RD.whole, gate_RO.whole, up_RO.whole, *weights)
-        ctx.rows, ctx.num_pieces, ctx.share, ctx.tray = rows, pieces.backward, share, tray
+        ctx.rows, ctx.num_pieces, ctx.share, ctx.tray = rows, share.pieces.backward, share, tray
         return y_SD
 
     @staticmethod
     def backward(ctx: _Context, grad_SD: Tensor) -> tuple[Tensor | None, ...]:
         x_RD, gate_RO, up_RO, *weights = ctx.saved_tensors
-        gates, ups, downs = _kinds(weights)
         grad_RD, grad_gate_RO, grad_up_RO = (_Collected(len(x_RD)) for _ in range(3))
         made: list[Tensor | None] = []
 
         def compute(piece: Piece, grad_PD: Tensor) -> Tensor:
-            grad_RD.add(piece, grad_PD)
             gate_PO, up_PO = _part(gate_RO, piece.given_P), _part(up_RO, piece.given_P)
-            grad_PO = products(grad_PD, downs, piece.num_rows)
-            grad_gate_PO = torch.ops.aten.silu_backward(grad_PO * up_PO, gate_PO)
-            grad_up_PO = functional.silu(gate_PO).mul_(grad_PO)
-            grad_gate_RO.add(piece, grad_gate_PO)
-            grad_up_RO.add(piece, grad_up_PO)
-            return products(grad_gate_PO, gates, piece.num_rows) + products(grad_up_PO, ups, piece.num_rows)
+            grad_gate_PO, grad_up_PO, grad_x_PD = _backward(grad_PD, gate_PO, up_PO, weights, piece.num_rows)
+            for whole, part in ((grad_RD, grad_PD), (grad_gate_RO, grad_gate_PO), (grad_up_RO, grad_up_PO)):
+                whole.add(piece, part)
+            return grad_x_PD
 
         def add_weights() -> None:
-            inner_RO = functional.silu(gate_RO).mul_(up_RO)
+            kept = x_RD, gate_RO, up_RO
+            grads = grad_gate_RO.whole, grad_up_RO.whole, grad_RD.whole
             num_rows = _counts(ctx.rows.experts_R, ctx.rows.num_own_experts)
-            factors = (
-                (gates, grad_gate_RO.whole, x_RD),
-                (ups, grad_up_RO.whole, x_RD),
-                (downs, grad_RD.whole, inner_RO),
-            )
-            for kind, grad, x in factors:
-                for weight, own in zip(kind, slices_of(num_rows), strict=True):
-                    made.append(ctx.tray.gradient(weight, matrix_gradient, grad[own], x[own]))
+            made.extend(_weight_gradients(kept, grads, weights, num_rows, ctx.tray))
 
         pieces = ctx.rows.pieces(ctx.num_pieces)
         grad_x_SD = _there_and_back(grad_SD.contiguous(), pieces, ctx.share, compute, add_weights)
-        return grad_x_SD, None, None, None, None, *made
+        return grad_x_SD, None, None, None, *made
+
+
+_Three = tuple[Tensor, Tensor, Tensor]
 
 
 def _kinds(weights: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
     """Gates, ups and downs."""
     num = len(weights) // 3
     return weights[:num], weights[num : 2 * num], weights[2 * num :]
+
+
+def _forward(x_PD: Tensor, weights: Sequence[Tensor], num_rows: Sequence[int]) -> _Three:
+    """Products with gates and ups, and the experts' results."""
+    gates, ups, downs = ([x.t() for x in kind] for kind in _kinds(weights))
+    gate_PO, up_PO = products(x_PD, gates, num_rows), products(x_PD, ups, num_rows)
+    return gate_PO, up_PO, products(functional.silu(gate_PO).mul_(up_PO), downs, num_rows)
+
+
+def _backward(
+    grad_PD: Tensor, gate_PO: Tensor, up_PO: Tensor, weights: Sequence[Tensor], num_rows: Sequence[int]
+) -> _Three:
+    """Gradients of both products, and of the rows."""
+    gates, ups, downs = _kinds(weights)
+    grad_PO = products(grad_PD, downs, num_rows)
+    grad_gate_PO: Tensor = torch.ops.aten.silu_backward(grad_PO * up_PO, gate_PO)
+    grad_up_PO = functional.silu(gate_PO).mul_(grad_PO)
+    grad_x_PD = products(grad_gate_PO, gates, num_rows).add_(products(grad_up_PO, ups, num_rows))
+    return grad_gate_PO, grad_up_PO, grad_x_PD
+
+
+def _weight_gradients(
+    kept: _Three, grads: _Three, weights: Sequence[Tensor], num_rows: Sequence[int], tray: Tray
+) -> list[Tensor | None]:
+    """Gradients of gates, ups and downs, by those of their results."""
+    x_RD, gate_RO, up_RO = kept
+    inner_RO = functional.silu(gate_RO).mul_(up_RO)
+    factors = zip(_kinds(weights), grads, (x_RD, x_RD, inner_RO), strict=True)
+    return [
+        tray.gradient(weight, matrix_gradient, grad[own], x[own])
+        for kind, grad, x in factors
+        for weight, own in zip(kind, slices_of(num_rows), strict=True)
+    ]
+
+
+_NUM_TIMES = 3
+
+
+def timed_rows(x_RD: Tensor, weights: Sequence[Tensor], share: Share, clock: Callable[[], float]) -> RowTimes:
+    """Seconds of the first rows on this device, evenly for all devices and experts: the least of a few times.
+
+    Args:
+        x_RD: rows as they travel; as many for each device.
+        weights: gates, ups and downs of the device's experts.
+        share: what exchanges them.
+        clock: seconds, once all that was begun is over.
+    """
+    num_rows, num_experts = len(x_RD), len(weights) // 3
+    even = [num_rows // share.size] * share.size
+    each = [len(portion_of(num_rows, i, num_experts)) for i in range(num_experts)]
+    found = []
+    for _ in range(_NUM_TIMES):
+        at_s = [clock()]
+        share.exchange(x_RD, even, even).wait()
+        at_s.append(clock())
+        gate_RO, up_RO, y_RD = _forward(x_RD, weights, each)
+        at_s.append(clock())
+        grad_gate_RO, grad_up_RO, _ = _backward(y_RD, gate_RO, up_RO, weights, each)
+        at_s.append(clock())
+        _weight_gradients((x_RD, gate_RO, up_RO), (grad_gate_RO, grad_up_RO, y_RD), weights, each, Tray())
+        at_s.append(clock())
+        found.append([after_s - before_s for before_s, after_s in pairwise(at_s)])
+    exchange_s, forward_s, backward_s, weights_s = (min(times) for times in zip(*found, strict=True))
+    return RowTimes(
+        num_rows=num_rows,
+        exchange_s=exchange_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weights_s=weights_s,
+    )
 
 
 # torch leaves `apply` without types.
