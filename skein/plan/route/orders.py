@@ -242,14 +242,15 @@ def _sequence(problem: Problem, ways: _Ways) -> I64 | None:
     """An order of all ops that keeps each worker's; None if they run in a circle. What none lists goes when it may."""
     queues = {worker: deque(ops) for worker, ops in ways.items()}
     listed = {op for queue in queues.values() for op in queue}
+    ops = problem.ops
     done: dict[tuple[int, int], None] = {}
 
     def may_go(m: int, number: int) -> bool:
-        return all((m, x) in done for x in problem.ops[number].awaited)
+        return all((m, x) in done for x in ops[number].awaited)
 
     def end(m: int, number: int) -> None:
         done[m, number] = None
-        for x in problem.ops[number].followers:
+        for x in ops[number].followers:
             if (m, x) not in listed and may_go(m, x):
                 end(m, x)
 
@@ -262,4 +263,4 @@ def _sequence(problem: Problem, ways: _Ways) -> I64 | None:
                 is_moving = True
     if len(done) < problem.num_ops:
         return None
-    return np.array([m * len(problem.ops) + number for m, number in done], np.int64)
+    return np.array([m * len(ops) + number for m, number in done], np.int64)

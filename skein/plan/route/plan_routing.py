@@ -11,7 +11,7 @@ from skein.plan.order import ways_of
 from skein.plan.plan import Plan, PlannedOp
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.job_problem import Posed
-from skein.plan.route.kernels.arrays import op_seconds
+from skein.plan.route.kernels.arrays import fixed, op_seconds
 from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.room import Crowded, with_room
 from skein.types import WorkerId
@@ -66,9 +66,10 @@ def listed_sequence(plan: Plan) -> I64 | None:
 def in_time(problem: Problem, routing: Routing) -> Routing | None:
     """The same lists in order of time, for links serve first what comes first; None if slots run out in it."""
     before_s, seconds = math.inf, op_seconds(problem, routing.worker_of, routing.path)
+    arrays = fixed(problem)
     for _ in range(_NUM_SORTINGS):
         try:
-            found = timeline(problem, routing)
+            found = timeline(problem, routing, arrays)
         except ValueError:
             return None
         if found.step_s == before_s:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from skein.plan.plan import Infeasible
-from skein.plan.route.evaluate import jittered_mean_s, ordered, timeline
+from skein.plan.route.evaluate import draws_of, ordered, timeline
 from skein.plan.route.kernels.anneal import Cooling, anneal, anneal_surrogate
-from skein.plan.route.kernels.arrays import fixed, routing, state
+from skein.plan.route.kernels.arrays import routing, state
 from skein.plan.route.kernels.cost import NEVER, fit, fitted, scratch_for
 from skein.plan.route.kernels.moves import dice, undo_space
 from skein.plan.route.problem import I64, Problem, Routing
@@ -58,7 +58,8 @@ class Search:
         self._least_s = NEVER
         self._seed = seed
         self._num_rounds = 0
-        self._fixed = fixed(problem)
+        self._draws = draws_of(problem, num_draws=NUM_JITTERS)
+        self._fixed = self._draws.measured
         if start is not None:
             self._offer(start)
 
@@ -104,7 +105,8 @@ class Search:
         routed = ordered(self.problem, here.holder[: self.problem.num_chunks], here.path)
         if routed is None:
             return self.best
-        fine = Cooling(num_moves, timeline(self.problem, routed).step_s / 35, scale_s / 1500, _SEAT_SHARE)
+        begun_s = timeline(self.problem, routed, self._fixed).step_s
+        fine = Cooling(num_moves, begun_s / 35, scale_s / 1500, _SEAT_SHARE)
         return self._annealed(routed, fine, random)
 
     def run(self, slice_: MoveSlice) -> Found | Infeasible:
@@ -136,12 +138,12 @@ class Search:
         return self.best
 
     def _measured(self, routing_: Routing) -> Found:
-        step_s = timeline(self.problem, routing_).step_s
+        step_s = timeline(self.problem, routing_, self._fixed).step_s
         move_s = self.problem.move_s
         found = Found(
             routing=routing_,
             step_s=step_s,
-            jittered_s=jittered_mean_s(self.problem, routing_, num_draws=NUM_JITTERS),
+            jittered_s=self._draws.mean_s(routing_),
             move_s=0.0 if move_s is None else float(move_s[routing_.worker_of, self.problem.stage_of].sum()),
         )
         self._least_s = min(self._least_s, found.cost_s)

@@ -92,9 +92,7 @@ def fixed(problem: Problem) -> Fixed:
         apart_chunks=problem.apart_chunks,
         ops=op_array(problem.ops),
         graph=None if is_line(problem.ops) else op_array(problem.ops),
-        spent_s=_solid(
-            np.stack([problem.visit_s, problem.last_visit_s, problem.out_s + problem.home_s, problem.end_s])
-        ),
+        spent_s=_spent_s(problem),
         op_s=_solid(problem.op_s),
         transfer_s=_solid(problem.transfer_s),
         wire_s=_solid(problem.wire_s),
@@ -113,6 +111,21 @@ def fixed(problem: Problem) -> Fixed:
         has_wires=bool(problem.wire_s.any()),
         has_spare_visits=len({problem.visits_by_stage[stage] for stage in problem.skippable}) > 1,
     )
+
+
+def with_times_of(arrays: Fixed, problem: Problem) -> Fixed:
+    """The arrays of `problem`, given those of another that differs from it in how long ops and links take."""
+    return arrays._replace(
+        spent_s=_spent_s(problem),
+        op_s=_solid(problem.op_s),
+        transfer_s=_solid(problem.transfer_s),
+        wire_s=_solid(problem.wire_s),
+    )
+
+
+def _spent_s(problem: Problem) -> F64:
+    rows = problem.visit_s, problem.last_visit_s, problem.out_s + problem.home_s, problem.end_s
+    return _solid(np.stack(rows))
 
 
 @cache
