@@ -78,7 +78,9 @@ def without_reduction(problem: Problem) -> Problem:
     return replace(problem, reduction=None)
 
 
-def case_of(text: str, *, origin: str, objective: Objective | None = None) -> KnownProblem:
+def case_of(
+    text: str, *, origin: str, objective: Objective | None = None, budget_s: float | None = None
+) -> KnownProblem:
     """The case in the text of an instance file, or of a file with a fleet and a job.
 
     Args:
@@ -86,16 +88,17 @@ def case_of(text: str, *, origin: str, objective: Objective | None = None) -> Kn
         origin: where it is from, for people.
         objective: None: what the file's kind implies. An instance counts as its own format does, up to the last
             backward; a fleet's job counts the whole step.
+        budget_s: of the search that follows, of which a part settles what a job leaves open; None: the job's.
 
     Raises:
         UserError: something is wrong with it.
         NoPlan: it makes sense, and nothing fits.
     """
     if not text.lstrip().startswith("{"):
-        return _fleet_case(text, origin, objective or Objective.STEP)
+        return _fleet_case(text, origin, objective or Objective.STEP, budget_s)
     document = _json(text, origin)
     if any(key in document for key in _FLEET_KEYS):
-        return _fleet_case(text, origin, objective or Objective.STEP)
+        return _fleet_case(text, origin, objective or Objective.STEP, budget_s)
     return _instance_case(document, objective or Objective.MAKESPAN)
 
 
@@ -125,7 +128,7 @@ def _json(text: str, origin: str) -> Mapping[str, object]:
     return document
 
 
-def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
+def _fleet_case(text: str, origin: str, objective: Objective, budget_s: float | None) -> KnownProblem:
     """A job on a fleet: stages are cut and held as the balanced planner would, and its paths are a first routing."""
     from client.planning.estimates import estimate_of_holders
     from client.planning.files.fleetfile import parse_fleet_file
@@ -135,7 +138,7 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
 
     given = parse_fleet_file(text, origin=origin)
     fleet = given.fleet
-    job, plan, why = _settled(given.job, fleet)
+    job, plan, why = _settled(given.job, fleet, given.job.plan.budget_s if budget_s is None else budget_s)
     fleet, unused = _timed(fleet, plan.stages)
     posed = pose(job, fleet, plan, pool_of(job, fleet))
     sites = tuple(str(worker.site) for worker in fleet.workers)
@@ -160,7 +163,7 @@ def _fleet_case(text: str, origin: str, objective: Objective) -> KnownProblem:
     )
 
 
-def _settled(job: JobSpec, fleet: Fleet) -> tuple[JobSpec, Plan, Sequence[Clause]]:
+def _settled(job: JobSpec, fleet: Fleet, budget_s: float) -> tuple[JobSpec, Plan, Sequence[Clause]]:
     """The job with nothing left open, a plan of it, and why it is that way.
 
     Raises:
@@ -176,7 +179,7 @@ def _settled(job: JobSpec, fleet: Fleet) -> tuple[JobSpec, Plan, Sequence[Clause
     # Only here: machine code takes long to load, and searches have to begin before it is known how stages are cut.
     from skein.plan.searched import settled_for_search
 
-    found = settled_for_search(job, fleet, job.seed)
+    found = settled_for_search(job, fleet, job.seed, budget_s=budget_s)
     if isinstance(found, Infeasible):
         raise NoPlan(found.reason)
     return found.job, found.plan, found.why

@@ -90,7 +90,7 @@ def hunt(
         # Members read the case at the same time; a mistake in it is told here, once.
         from client.planning.case import case_of
 
-        case = case_of(text, origin=origin, objective=order.objective)
+        case = case_of(text, origin=origin, objective=order.objective, budget_s=order.budget_s)
         standing = members.standing
         standing.started_s = time.monotonic() - order.began_s
         try:
@@ -122,6 +122,7 @@ def _send(members: MemberProcesses, order: Order) -> None:
                 objective=order.objective,
                 seed=turn.seed,
                 budget_s=max(0.0, left_s),
+                whole_s=order.budget_s,
                 num_rounds=order.num_rounds,
                 cutoff_s=None if best is None else best.step_s,
             )

@@ -141,7 +141,7 @@ def _effort(report: Report) -> Iterator[str]:
         yield report.settled
     if report.started:
         name, *others = (f"{x.name} {in_seconds(x.seconds)}" for x in report.started[: 1 + _MAX_LOST])
-        yield f"began with {name}" + (f", rather than {'; '.join(others)}" if others else "")
+        yield f"began with {name}" + (f", rather than {', then '.join(others)}" if others else "")
     first = "" if effort.first_plan_s is None else f", first plan after {effort.first_plan_s:.2f} s"
     moves = (
         f", {effort.num_moves:,} routings looked at ({effort.moves_per_s:,.0f}/s)" if effort.num_moves else ""

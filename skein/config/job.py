@@ -199,7 +199,7 @@ class PlanSpec(Spec):
     method: Literal["search", "balanced", "full"] = "search"
     """`search` looks for the shortest step; `balanced` settles each question once; `full` ignores `skip`."""
     budget_s: Annotated[float, Field(ge=0, le=600)] = 5.0
-    """Seconds that a search may take. Raise it for fleets of hundreds of workers."""
+    """Seconds that a search may take, `auto` included. Raise it for fleets of hundreds of workers."""
     replan_if_off_by: Annotated[float, Field(gt=0, le=1_000_000)] = 0.15
     """Plan anew when measured times are off by this share of the planned; a million: never. Raise it if speeds vary."""
     backward: Literal["auto", "whole", "split"] = "whole"

@@ -15,9 +15,10 @@ import numpy as np
 
 from skein.config.job import JobSpec
 from skein.plan.balanced import and_more, make_balanced_plan, pool_of
-from skein.plan.changing.clauses import Clause, Clauses
-from skein.plan.changing.leeway import settled, settlings, weighed_s
+from skein.plan.changing.clauses import Clause
+from skein.plan.changing.leeway import beginning_ops, by_promise, settled, settlings, weighed_s
 from skein.plan.changing.moving import Held
+from skein.plan.changing.reasons import NUM_LOST, doubted, fullest, manner, searched_from, settled_so
 from skein.plan.changing.recut import recut, widths
 from skein.plan.changing.shards import shard_clauses
 from skein.plan.changing.silent import slower_s, with_silent, working
@@ -30,7 +31,7 @@ from skein.plan.place import Pool
 from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan, PlannedOp, Schedule
 from skein.plan.replan.job_replan import replan_job
 from skein.plan.replan.routing import always
-from skein.plan.route.bounds.bound import Bound, Effort, lower_bound
+from skein.plan.route.bounds.bound import Effort, lower_bound
 from skein.plan.route.evaluate import jittered_mean_s
 from skein.plan.route.job_problem import Posed, pose, resized
 from skein.plan.route.orders import NamedStart, named_orders
@@ -39,7 +40,6 @@ from skein.plan.route.problem import I64, Problem, Routing
 from skein.plan.route.room import Crowded, with_room
 from skein.plan.route.rounds import slices
 from skein.plan.route.search import NUM_JITTERS, Found, Search
-from skein.topology.doubts import questioned_links
 from skein.topology.fleet import Fleet
 from skein.types import ChunkRef, MicrobatchId, StageIndex, WorkerId
 from skein.units import counted
@@ -51,8 +51,6 @@ _NUM_CLOSE, _CLOSE = 2, 1.1
 """Ways to settle what a job leaves open that share the budget: so many, if they begin so near to the shortest.
 
 An order with slots of its own shares it too, if it is so near to those in even slots."""
-_NUM_LOST = 2
-"""Starts that a plan tells of beside the best one."""
 _Started = Sequence[tuple[float, str]]
 """Seconds and names of what a search began with, the best first."""
 
@@ -88,18 +86,20 @@ def make_searched_plan(
     if is_final:
         return make_balanced_plan(job, fleet, previous, seed)
     held = None if previous is None else Held(plan=previous, steps_left=steps_left)
-    hunts, refused = _hunts(job, fleet, previous, _Draws(seed=seed, may_go_on=may_go_on), held)
-    if not hunts:
-        return _nearest(refused)
-    if len(hunts) == 1:
-        [(hunt, plan)] = hunts
-        return _telling(hunt.found(plan, previous), refused)
-    ranked = _ranked(hunts)
-    close = [x for x in ranked[:_NUM_CLOSE] if _weighed_s(x) <= _CLOSE * _weighed_s(ranked[0])]
-    found = [(x, x.sharing(len(close)).found(plan, previous)) for x, plan in close]
-    best, plan = min(found, key=_weighed_s)
-    others = [x for x in ranked if x[0] is not best]
-    return _telling(replace(plan, reason=plan.reason.then(_settled_so(best, others))), refused)
+    draws = _Draws(seed=seed, may_go_on=may_go_on)
+    begun = _begun_ways(job, fleet, previous, draws, held, job.plan.budget_s)
+    if not begun.ways:
+        return _nearest(begun.refused)
+    if len(begun.ways) == 1:
+        [(hunt, plan)] = begun.ways
+        return begun.telling(hunt.spending(begun.left_s).found(plan, previous))
+    ranked = begun.ranked
+    close = [x for x in ranked[:_NUM_CLOSE] if x.weighed_s <= _CLOSE * ranked[0].weighed_s]
+    share_s = begun.left_s / len(close)
+    found = [x._replace(plan=x.hunt.spending(share_s).found(x.plan, previous)) for x in close]
+    best = min(found, key=lambda x: x.weighed_s)
+    others = [x for x in ranked if x.hunt is not best.hunt]
+    return begun.telling(replace(best.plan, reason=best.plan.reason.then(_settled_so(best, others))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,17 +111,22 @@ class Settled:
     why: tuple[Clause, ...] = ()
 
 
-def settled_for_search(job: JobSpec, fleet: Fleet, seed: int) -> Settled | Infeasible:
-    """A job settled in the way whose search begins shortest, with the plan that this begins with."""
-    hunts, refused = _hunts(job, fleet, None, _Draws(seed=seed, may_go_on=always), None)
-    if not hunts:
-        return _nearest(refused)
-    if len(hunts) == 1 and not refused:
-        [(hunt, plan)] = hunts
-        return Settled(job=hunt.job, plan=plan)
-    (best, plan), *others = _ranked(hunts)
+def settled_for_search(job: JobSpec, fleet: Fleet, seed: int, *, budget_s: float) -> Settled | Infeasible:
+    """A job settled in the way whose search begins shortest, with the plan that this begins with.
+
+    Args:
+        job: what to train.
+        fleet: who may be given work.
+        seed: of all draws.
+        budget_s: of the whole search; ways are begun with a part of it.
+    """
+    draws = _Draws(seed=seed, may_go_on=always)
+    begun = _begun_ways(job, fleet, None, draws, None, budget_s)
+    if not begun.ways:
+        return _nearest(begun.refused)
+    best, *others = begun.ranked
     told = (_settled_so(best, others),) if others else ()
-    return Settled(job=best.job, plan=plan, why=(*told, *_unfit(refused)))
+    return Settled(job=best.hunt.job, plan=best.plan, why=(*told, *begun.clauses()))
 
 
 class _Draws(NamedTuple):
@@ -131,26 +136,70 @@ class _Draws(NamedTuple):
     may_go_on: Callable[[], bool]
 
 
-def _hunts(
-    job: JobSpec, fleet: Fleet, previous: Plan | None, draws: _Draws, held: Held | None
-) -> "tuple[list[tuple[_Hunt, Plan]], list[tuple[JobSpec, Infeasible]]]":
-    """Ways to settle the job, each with a balanced plan; and those that do not fit."""
-    hunts: list[tuple[_Hunt, Plan]] = []
+class _Way(NamedTuple):
+    """Way to settle a job: its hunt, and the plan that this begins with, or has found."""
+
+    hunt: "_Hunt"
+    plan: Plan
+
+    @property
+    def weighed_s(self) -> float:
+        return weighed_s(self.hunt.job, self.plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """Ways to settle a job that were begun, those that do not fit, how many there was no budget for; what is left."""
+
+    ways: Sequence[_Way]
+    refused: Sequence[tuple[JobSpec, Infeasible]]
+    num_left_out: int
+    left_s: float
+
+    @property
+    def ranked(self) -> list[_Way]:
+        """The ways, the shortest first."""
+        return sorted(self.ways, key=lambda x: x.weighed_s)
+
+    def telling(self, plan: Plan) -> Plan:
+        """The plan with what became of the other ways."""
+        for clause in self.clauses():
+            plan = replace(plan, reason=plan.reason.saying(clause))
+        return plan
+
+    def clauses(self) -> Iterator[Clause]:
+        """Clauses about ways that do not fit, with the first one's reason, and about those that were left out."""
+        if self.refused:
+            (job, first), *others = self.refused
+            yield Clause(f"not {manner(job)}{and_more(others)}: {first.reason}")
+        if self.num_left_out:
+            yield Clause(f"plan.budget_s is too short to try {counted(self.num_left_out, 'more way')}")
+
+
+def _begun_ways(
+    job: JobSpec, fleet: Fleet, previous: Plan | None, draws: _Draws, held: Held | None, budget_s: float
+) -> _Begun:
+    """Ways to settle the job, the most promising first, as many as half of the budget is enough for: at least one."""
+    ways: list[_Way] = []
     refused: list[tuple[JobSpec, Infeasible]] = []
-    for spec in settlings(job, previous):
-        plan = make_balanced_plan(spec, fleet, previous, draws.seed)
-        if isinstance(plan, Infeasible):
-            refused.append((spec, plan))
+    every = by_promise(settlings(job, previous), fleet)
+    most_ops, spent_ops, num_left_out = budget_s * OPS_PER_S / 2, 0.0, 0
+    for spec in every:
+        if ways and (spent_ops + beginning_ops(spec) > most_ops or not draws.may_go_on()):
+            num_left_out += 1
+            continue
+        balanced = make_balanced_plan(spec, fleet, previous, draws.seed)
+        if isinstance(balanced, Infeasible):
+            refused.append((spec, balanced))
             continue
         pool = pool_of(spec, fleet)
         hunt = _Hunt(job=spec, fleet=fleet, pool=pool, seed=draws.seed, may_go_on=draws.may_go_on, held=held)
-        hunts.append((hunt, plan))
-    return hunts, refused
-
-
-def _ranked(hunts: "Sequence[tuple[_Hunt, Plan]]") -> "list[tuple[_Hunt, Plan]]":
-    """The ways with what a search of each would begin with, the shortest first."""
-    return sorted(((x, x.improved(plan, 0.0)) for x, plan in hunts), key=_weighed_s)
+        # Of a job that leaves nothing open nothing is compared.
+        plan = hunt.improved(balanced, 0.0) if len(every) > 1 else balanced
+        spent_ops += beginning_ops(spec) if len(every) > 1 else 0.0
+        ways.append(_Way(hunt=hunt, plan=plan))
+    left_s = max(0.0, budget_s - spent_ops / OPS_PER_S)
+    return _Begun(ways=ways, refused=refused, num_left_out=num_left_out, left_s=left_s)
 
 
 def _nearest(refused: Sequence[tuple[JobSpec, Infeasible]]) -> Infeasible:
@@ -158,37 +207,9 @@ def _nearest(refused: Sequence[tuple[JobSpec, Infeasible]]) -> Infeasible:
     return min((x for _, x in refused), key=lambda x: x.missing_bytes or math.inf)
 
 
-def _weighed_s(way: "tuple[_Hunt, Plan]") -> float:
-    hunt, plan = way
-    return weighed_s(hunt.job, plan)
-
-
-def _telling(plan: Plan, refused: Sequence[tuple[JobSpec, Infeasible]]) -> Plan:
-    """The plan with the ways to settle the job that do not fit, and the first one's reason."""
-    for clause in _unfit(refused):
-        plan = replace(plan, reason=plan.reason.saying(clause))
-    return plan
-
-
-def _unfit(refused: Sequence[tuple[JobSpec, Infeasible]]) -> Iterator[Clause]:
-    """Clause about the ways that do not fit; none where all do."""
-    if refused:
-        (job, first), *others = refused
-        yield Clause(f"not {_manner(job)}{and_more(others)}: {first.reason}")
-
-
-def _manner(job: JobSpec) -> str:
-    """Manner in which a job's model is cut and its gradients are made, in words."""
-    parallel = job.parallel
-    chunks = (parallel.num_stages - parallel.num_shards) // parallel.stages
-    shards = f", vocabulary {parallel.vocabulary.split} in shards" if parallel.num_shards else ""
-    return f"{counted(chunks, 'chunk')}{shards} and {job.plan.backward} backwards"
-
-
-def _settled_so(hunt: "_Hunt", others: "list[tuple[_Hunt, Plan]]") -> Clause:
-    """Clause about what the job left open, and what would have come next."""
-    lost = "; ".join(f"{_manner(x.job)} {plan.predicted_step_s:.3g} s" for x, plan in others[:_NUM_LOST])
-    return Clause(f"{_manner(hunt.job)} rather than {lost} before the search")
+def _settled_so(best: _Way, others: Sequence[_Way]) -> Clause:
+    nexts = [(x.hunt.job, x.plan.predicted_step_s) for x in others[:NUM_LOST]]
+    return settled_so(best.hunt.job, nexts)
 
 
 def _begun_s(search: Search) -> float:
@@ -208,13 +229,13 @@ class _Beginning:
 
     def crowded(self, pool: Pool) -> Iterator[Clause]:
         """Clause about the orders that lack least."""
-        nearest = sorted(self.lacking.items(), key=lambda x: (x[1].needed - x[1].has, x[0]))[:_NUM_LOST]
-        told = "; ".join(
-            f"{name}, needs {counted(x.needed, 'slot')} on {pool.workers[x.worker]}, has {x.has}"
+        nearest = sorted(self.lacking.items(), key=lambda x: (x[1].needed - x[1].has, x[0]))[:NUM_LOST]
+        told = " and ".join(
+            f"{name} (needs {counted(x.needed, 'slot')} on {pool.workers[x.worker]}, has {x.has})"
             for name, x in nearest
         )
         if told:
-            yield Clause(f"no memory: {told}")
+            yield Clause(f"no memory for {told}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,9 +249,9 @@ class _Hunt:
     may_go_on: Callable[[], bool]
     held: Held | None
 
-    def sharing(self, count: int) -> "_Hunt":
-        """The same with its part of a budget that so many share."""
-        plan = self.job.plan.model_copy(update={"budget_s": self.job.plan.budget_s / count})
+    def spending(self, budget_s: float) -> "_Hunt":
+        """The same with another budget."""
+        plan = self.job.plan.model_copy(update={"budget_s": budget_s})
         return replace(self, job=self.job.model_copy(update={"plan": plan}))
 
     def found(self, balanced: Plan, previous: Plan | None) -> Plan:
@@ -312,7 +333,8 @@ class _Hunt:
         better = replace(better, reason=better.reason.then(*beginning.crowded(posed.pool)))
         better = self._joined(better, plan if held is None else held.plan, posed)
         moved = () if held is None else held.moved(better, loads)
-        better = replace(better, reason=better.reason.then(*moved, *_doubted(self.fleet, posed)))
+        doubts = doubted(posed.problem.transfer_s, self.fleet, posed.pool)
+        better = replace(better, reason=better.reason.then(*moved, *doubts))
         return self._timed(better, posed) or plan
 
     def _begun(self, posed: Posed, plan: Plan) -> "_Beginning":
@@ -356,10 +378,11 @@ class _Hunt:
         return with_silent(plan, self.job, posed.loads, self.pool, [x.chunk for x in before.chunks])
 
     def _timed(self, plan: Plan, posed: Posed) -> Plan | None:
-        """`plan` with the times that it was made by; None if it is not legal."""
+        """`plan` with the times that it was made by, and with who holds most; None if it is not legal."""
         if violations(plan, self.job, self.fleet):
             return None
-        return with_times(plan, posed.loads, self.pool, *op_times(self.fleet, posed.loads, self.pool))
+        timed = with_times(plan, posed.loads, self.pool, *op_times(self.fleet, posed.loads, self.pool))
+        return replace(timed, reason=timed.reason.saying(fullest(timed, self.job)))
 
 
 def searched_step_s(job: JobSpec, fleet: Fleet, plan: Plan) -> float | None:
@@ -416,19 +439,13 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: _S
         groups=tuple(group for group, _ in groups_of(job, base.stages, chunks, pool)),
         predicted_step_s=found.jittered_s,
         lower_bound_s=bound.seconds,
-        reason=_reason(base, posed, found, bound, started),
+        reason=base.reason.only_first().then(
+            Clause(f"paths of {problem.path_len} of {counted(problem.num_stages, 'stage')}"),
+            searched_from(found.jittered_s, started),
+            Clause(f"bounded by {bound.binding}"),
+        ),
     )
     return replace(plan, reason=plan.reason.then(*shard_clauses(job.model, plan)))
-
-
-def _doubted(fleet: Fleet, posed: Posed) -> Iterator[Clause]:
-    """Clause about links that should be measured again; none if none looks broken."""
-    doubts = questioned_links(posed.problem.transfer_s, [worker.site for worker in fleet.workers])
-    if doubts:
-        worst, workers = doubts[0], posed.pool.workers
-        link = f"{workers[worst.sender]} -> {workers[worst.receiver]}"
-        why = f"{worst.factor:.0f} times what {worst.like} take{and_more(doubts[1:])}"
-        yield Clause(f"measure {link} again: {why}")
 
 
 def _refs(posed: Posed, worker_of: I64) -> list[ChunkRef]:
@@ -467,17 +484,3 @@ def _slots(problem: Problem, routing: Routing, refs: Sequence[ChunkRef]) -> dict
     visits = np.bincount(routing.path[:, :num_hops].ravel(), minlength=problem.num_chunks)
     fitting = problem.slots[routing.worker_of, problem.stage_of]
     return {ref: max(1, int(slots)) for ref, slots in zip(refs, np.minimum(visits, fitting), strict=True)}
-
-
-def _reason(base: Plan, posed: Posed, found: Found, bound: Bound, started: _Started) -> Clauses:
-    problem = posed.problem
-    (before_s, name), *others = started
-    lost = "".join(f"; {other} {seconds:.3g} s" for seconds, other in others[:_NUM_LOST])
-    return Clauses(
-        (
-            base.reason.all[0],
-            Clause(f"paths of {problem.path_len} of {counted(problem.num_stages, 'stage')}"),
-            Clause(f"{found.jittered_s:.3g} s a step, {before_s:.3g} s before the search ({name}{lost})"),
-            Clause(f"bounded by {bound.binding}"),
-        )
-    )

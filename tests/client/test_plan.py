@@ -75,7 +75,7 @@ def reported(text: str, *, seed: int = 0) -> Report:
 def test_what_a_job_leaves_open_is_settled_as_a_coordinator_would_and_the_order_is_named() -> None:
     deep = FLEET.replace("preset: llama-1m", "shape: {num_hidden_layers: 8}")
     text = deep.replace("stages: 2, replicas: 2, layout: loop", "stages: 4, chunks: auto").replace(
-        "budget:", "plan: {backward: auto, budget_s: 0.05}\n  budget:"
+        "budget:", "plan: {backward: auto, budget_s: 1.0}\n  budget:"
     )
     case = case_of(text, origin="x")
     document = yaml.safe_load(text)

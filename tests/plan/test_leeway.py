@@ -4,15 +4,18 @@ import pytest
 
 from skein.config.job import JobSpec, ParallelSpec, PlanSpec, SkipSpec
 from skein.plan.balanced import make_balanced_plan
-from skein.plan.changing.leeway import is_settled, settled, settlings
+from skein.plan.changing.clauses import parse_clauses
+from skein.plan.changing.leeway import beginning_ops, by_promise, is_settled, settled, settlings
 from skein.plan.check import violations
+from skein.plan.clock.holding import planned_uses
 from skein.plan.cut import cut
 from skein.plan.load import stage_loads
 from skein.plan.ops import OpKind
 from skein.plan.plan import Plan
-from skein.plan.searched import make_searched_plan, searched_step_s
+from skein.plan.searched import OPS_PER_S, make_searched_plan, searched_step_s
 from skein.topology.fleet import Fleet
 from skein.types import Layout
+from skein.units import format_bytes
 from tests.plan.builders import fleet, job, link
 
 NAMES = [f"w{i}" for i in range(4)]
@@ -25,10 +28,16 @@ def line(hop_s: float, num_workers: int = 4) -> Fleet:
     return fleet([1e9] * num_workers, links=links)
 
 
-def open_job(layout: Layout = Layout.LINE, *, method: str = "search", num_layers: int = 14) -> JobSpec:
+ENOUGH_S = 1.2
+"""Enough to begin with each of the six ways of the job below."""
+
+
+def open_job(
+    layout: Layout = Layout.LINE, *, method: str = "search", num_layers: int = 14, budget_s: float = ENOUGH_S
+) -> JobSpec:
     """Four stages; the planner chooses how many chunks each worker has, and whether backwards are split."""
     spec = job(stages=4, replicas=1, num_layers=num_layers, layout=layout)
-    plan = PlanSpec.model_validate({"method": method, "backward": "auto", "budget_s": 0.05})
+    plan = PlanSpec.model_validate({"method": method, "backward": "auto", "budget_s": budget_s})
     parallel = ParallelSpec(stages=4, layout=layout, chunks="auto")
     return spec.model_copy(update={"plan": plan, "parallel": parallel})
 
@@ -68,6 +77,40 @@ def test_of_all_ways_the_shortest_is_taken(layout: Layout, method: str) -> None:
     assert "rather than" in str(plan.reason)
 
 
+def test_a_short_budget_is_for_the_ways_that_promise_most_and_the_others_are_told() -> None:
+    on = line(0.001)
+    every = by_promise(settlings(open_job(), None), on)
+    assert sum(map(beginning_ops, every)) <= ENOUGH_S * OPS_PER_S / 2
+    enough = planned(open_job(), on)
+    assert "more way" not in str(enough.reason)
+    # Two of them promise most; the budget is enough for these alone.
+    brief_s = 2.01 * sum(map(beginning_ops, every[:2])) / OPS_PER_S
+    brief = planned(open_job(budget_s=brief_s), on)
+    assert "plan.budget_s is too short to try" in str(brief.reason)
+    assert brief.predicted_step_s <= 1.05 * enough.predicted_step_s
+    # However short it is, there is a plan; it is that of the first way.
+    least = planned(open_job(budget_s=1e-6), on)
+    assert "plan.budget_s is too short to try 5 more ways" in str(least.reason)
+    assert len(least.stages) == every[0].parallel.num_stages
+
+
+def test_a_reason_is_read_as_it_was_told() -> None:
+    for plan in (planned(open_job(), line(0.001)), planned(open_job(budget_s=1e-6), line(0.001))):
+        assert parse_clauses(str(plan.reason)) == plan.reason
+
+
+def test_a_reason_names_who_holds_most() -> None:
+    spec, on = open_job(), line(0.001)
+    plan = planned(spec, on)
+    uses = planned_uses(plan, settled(spec, plan))
+    use = max(uses, key=lambda x: x.fixed_bytes + x.planned_bytes)
+    held = ", ".join(map(str, use.planned_peaks))
+    num_bytes = format_bytes(use.fixed_bytes + use.planned_bytes)
+    assert f"{use.worker} holds most: {num_bytes} with up to {held} microbatches at its stages" in str(
+        plan.reason
+    ).split("; ")
+
+
 def test_a_plan_with_split_backwards_is_shorter_than_any_with_whole_ones_and_has_weight_ops_moved() -> None:
     on = line(0.02)
     whole, split = (planned(x, on) for x in settlings(open_job(), None) if x.parallel.chunks == 1)
@@ -105,7 +148,7 @@ def test_ways_that_do_not_fit_are_told_with_what_is_missing() -> None:
     loads = stage_loads(one, cut(one.layers, 4, Layout.LINE))
     on = fleet([1e9] * 4, memory_bytes=max(load.memory_bytes(1) for load in loads))
     reason = str(planned(spec, on).reason)
-    assert "not 4 chunks and whole backwards and 1 more: stages 4 to 7 need" in reason
+    assert "not 4 chunks and split backwards and 1 more: stages 4 to 7 need" in reason
     assert (
         "192.0 KiB are missing in the cut that comes nearest, and batch.microbatch_samples: 1 frees" in reason
     )

@@ -286,4 +286,4 @@ def test_v_half_is_reached_by_memory_alone_and_holds_three_quarters_of_1f1b_on_a
     # In less memory the next order leads, and the reason says what this one lacks.
     fallen = str(planned(spec, less).reason)
     assert "before the search (v_min" in fallen
-    assert "no memory: v_half, in a V of 4 workers, needs 6 slots on w0, has 5" in fallen
+    assert "no memory for v_half, in a V of 4 workers (needs 6 slots on w0, has 5)" in fallen

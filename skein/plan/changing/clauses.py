@@ -52,6 +52,10 @@ class Clauses:
         places = (i for i, clause in enumerate(self.all) if clause.about is about)
         return Clauses(self.all[: next(places, None)])
 
+    def only_first(self) -> "Clauses":
+        """The first clause: what the plan is made of."""
+        return Clauses(self.all[:1])
+
     def then(self, *clauses: Clause) -> "Clauses":
         """The clauses with `clauses` at the end."""
         return Clauses((*self.all, *clauses))
