@@ -20,6 +20,7 @@ from skein.units import counted, format_bytes
 from skein.wire.shown.plain import plain
 from skein.wire.views import (
     CheckpointFinished,
+    ChoiceStatus,
     Ended,
     EpochsCounted,
     EvaluationFinished,
@@ -119,6 +120,7 @@ def job_lines(status: JobStatus) -> list[str]:
         "steps": f"{status.step} of {steps_text(status.total_steps)}",
         "loss": f"{number(status.loss)}, validation {number(status.evaluation_loss)} (nats per {unit})",
         **({} if status.balance_loss is None else {"experts": experts_text(status)}),
+        **({} if status.choice is None else {"coreset": choice_text(status.choice)}),
         f"{unit}s": f"{status.num_tokens:,}, {count(status.tokens_per_s)} per second",
         **({"left out": late_samples(status)} if status.num_late_samples else {}),
         "speed": seconds,
@@ -142,6 +144,21 @@ def job_lines(status: JobStatus) -> list[str]:
 def quotas_text(status: JobStatus) -> str:
     """Quotas of a job's namespace, and how much of each its jobs have."""
     return f"{status.namespace}: {', '.join(use.shown for use in status.quotas)}"
+
+
+def choice_text(choice: ChoiceStatus) -> str:
+    """Rows that are drawn since when, what choosing them took, and what of it went another way than asked."""
+    share = "" if choice.overhead is None else f", {choice.overhead:.1%} of the training before"
+    following = "it stays" if choice.next_version is None else f"the next at step {choice.next_version}"
+    shown = (
+        f"{choice.num_picks:,} of {choice.num_rows:,} rows since step {choice.version}, "
+        f"weights up to {choice.largest_weight:.3g}, chosen in {choice.seconds:.3g} s{share}; {following}"
+    )
+    if choice.num_by_chance:
+        shown += f"; what stands for {choice.num_by_chance:,} rows was drawn by chance"
+    if choice.num_set_aside:
+        shown += f"; {choice.num_set_aside:,} rows set aside, whose features are not finite"
+    return shown
 
 
 def experts_text(status: JobStatus) -> str:

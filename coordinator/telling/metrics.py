@@ -23,6 +23,7 @@ from prometheus_client import generate_latest as render_text
 
 import skein
 from coordinator.records.journal import Fold, job_of_record
+from coordinator.telling.choices import ChoiceMetrics
 from coordinator.telling.exporting import MAX_LABELS, MAX_WORKERS, StatisticsCollector, counts_by_name
 from coordinator.telling.queued import QueueGauges
 from coordinator.telling.status import chunk_times
@@ -36,6 +37,7 @@ from skein.protocol.log.records import (
     CheckpointChecked,
     CheckpointCommitted,
     CheckpointDeleted,
+    CoresetChosen,
     DataCounted,
     Diverged,
     Drained,
@@ -159,6 +161,7 @@ class CoordinatorMetrics:
         self._version = self._gauge("skein_version_steps", "Committed steps that count")
         self._predicted = self._gauge("skein_predicted_step_seconds", "What the plan expects of a step")
         self._lower_bound = self._gauge("skein_lower_bound_step_seconds", "No plan could be faster")
+        self._choices = ChoiceMetrics(self._gauge, self._counter)
         self._plan_step = new_gauge(
             "skein_plan_step_seconds",
             "A step as the plan has it, and the median of the last ones",
@@ -306,6 +309,8 @@ class CoordinatorMetrics:
                 self._stepped(job, kept.fold, record)
             case Evaluated():
                 self._evaluation_loss.labels(job).set(record.loss)
+            case CoresetChosen():
+                self._choices.chosen(record)
             case PlanAdopted():
                 self._predicted.labels(job).set(record.plan.predicted_step_s)
                 self._plan_step.labels(job, "planned").set(record.plan.predicted_step_s)
@@ -380,6 +385,7 @@ class CoordinatorMetrics:
                 for metric in self._per_job:
                     metric.remove(oldest)
                 self._show_stages(oldest, {})
+                self._choices.forget(oldest)
                 for kind in ("planned", "measured"):
                     self._plan_step.remove(oldest, kind)
         return self._jobs[job]

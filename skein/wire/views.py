@@ -144,6 +144,26 @@ class TrialStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceStatus:
+    """The choice of rows by which samples are drawn since `version`, and what making it took.
+
+    `num_by_chance` rows have what stands for them drawn, for their workers' candidates were wanting; `overhead` is the
+    share that `seconds` are of the training before, None if that was not timed.
+    """
+
+    version: Step
+    num_picks: int
+    num_rows: int
+    num_set_aside: int
+    num_by_chance: int
+    largest_weight: float
+    seconds: float
+    overhead: float | None
+    next_version: Step | None
+    """Version at which the next is due; None: it stays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
     """A job now. `step` of `total_steps` are committed; losses are nats per token; rates are of the last steps."""
 
@@ -202,6 +222,8 @@ class JobStatus:
     """Share of the newest step's choices of experts that found theirs full; None: there are no sparse layers."""
     trials: tuple[TrialStatus, ...] = ()
     """Trials of a sweep, by number; empty in a list of jobs."""
+    choice: ChoiceStatus | None = None
+    """Newest choice of rows along the run; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,3 +133,21 @@ def test_a_sweep_over_stages_is_refused() -> None:
     job = sweep("space: {seed: [1]}", job=JOB.replace("stages: 1", "stages: 2"))
     with pytest.raises(UserError, match=r"parallel.stages: 2: a trial trains on one worker"):
         check_admissible(job)
+
+
+def test_rows_that_are_chosen_along_a_run_are_refused_for_trials() -> None:
+    coreset = "data: {sources: [{format: digits}], coreset: {method: %s, feature: %s}}"
+    plain = "data: {sources: [{format: digits}]}"
+    with pytest.raises(
+        ValueError, match=r"data.coreset.feature: 'last_layer': rows of a sweep are chosen once"
+    ):
+        sweep("space: {seed: [1, 2]}", job=JOB.replace(plain, coreset % ("craig", "last_layer")))
+    job = sweep("space: {data.coreset.method: [none, craig]}", job=JOB)
+    with pytest.raises(
+        ValueError, match=r"trial 1 of sweep .*, data.coreset.feature: 'last_layer'.*give inputs"
+    ):
+        trials_of(job)
+    job = sweep(
+        "space: {data.coreset.method: [none, craig]}", job=JOB.replace(plain, coreset % ("none", "inputs"))
+    )
+    assert [x.job.data.coreset.chooses for x in trials_of(job)] == [False, True]

@@ -8,6 +8,7 @@ Rules of this package
 """
 
 from deploy.grafana.rows.aggregation import AGGREGATION
+from deploy.grafana.rows.choices import CHOICES
 from deploy.grafana.rows.coordinator import COORDINATOR
 from deploy.grafana.rows.incidents import INCIDENTS, RECOVERY
 from deploy.grafana.rows.panel import Board
@@ -20,7 +21,7 @@ BOARDS = (
         name="training",
         title="Skein: training",
         about="What is trained, how well and how fast. Vertical lines: new plans.",
-        rows=(AT_A_GLANCE, TRAINING, PLAN, AGGREGATION),
+        rows=(AT_A_GLANCE, TRAINING, PLAN, AGGREGATION, CHOICES),
     ),
     Board(
         name="fleet",

@@ -91,9 +91,13 @@ def _trial(job: JobSpec, number: int, settings: Settings) -> SweepTrial:
     for key in sorted(settings, key=lambda key: key != _KIND):
         _replace(document, key, settings, number)
     try:
-        return SweepTrial(number=number, settings=settings, job=job_from_document({**document}))
+        trial = job_from_document({**document})
+        trial.check_trial()
     except JobFileErrors as error:
         raise named(error.errors[0], number, settings) from error
+    except UserError as error:
+        raise named(error, number, settings) from error
+    return SweepTrial(number=number, settings=settings, job=trial)
 
 
 def named(error: UserError, number: int, settings: Settings) -> UserError:

@@ -71,12 +71,12 @@ _FIELDS = {
         "samples_after num_late_samples progress sequence since since_line line entry tensor seed num_tokens "
         "tokens num_train_samples num_validation_samples num_incidents num_files num_steps_lost num_steps "
         "num_choices Balance.num_dropped num_updates num_rewinds num_local_steps num_rows num_set_aside num_by_chance "
-        "passes"
+        "passes next_version"
     ),
     WORD: (
         "protocol_version num_rerouted num_retried num_samples_repeated num_dropped num_tensors "
         "num_workers num_holders num_asked limit checksum reply_bytes uses part num_parts counts num_faults "
-        "CandidatesPicked.groups"
+        "CandidatesPicked.groups num_picks"
     ),
     INDEX: "stage stages index first stop hop split shard num_shards fragment walker walkers leader parents members",
     MICROBATCH: (
@@ -90,7 +90,7 @@ _FIELDS = {
     ),
     WALL: "wall_s submitted_wall_s opened_s origin_s waiting_since_wall_s since_s ends_s revoked_s",
     SPEED: "flops_per_s",
-    STATISTIC: "spread predicted_spread planned_bubble bubble Count.value drop_ratio speedup overhead",
+    STATISTIC: "spread predicted_spread planned_bubble bubble Count.value drop_ratio speedup overhead largest_weight",
     BANDWIDTH: "bytes_per_s",
     RATE: "tokens_per_s",
     LOSS: "loss loss_sum probe_loss evaluation_loss balance_loss",

@@ -581,6 +581,7 @@ class JobStatus(_message.Message):
     BALANCE_LOSS_FIELD_NUMBER: _builtins.int
     DROP_RATIO_FIELD_NUMBER: _builtins.int
     TRIALS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _ids_pb2.JobState.ValueType
@@ -649,6 +650,10 @@ class JobStatus(_message.Message):
     def trials(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrialStatus]:
         """Of a sweep, by number; not in a list of jobs."""
 
+    @_builtins.property
+    def choice(self) -> Global___ChoiceStatus:
+        """By which rows samples are drawn; absent: nothing was chosen along the run."""
+
     def __init__(
         self,
         *,
@@ -688,15 +693,18 @@ class JobStatus(_message.Message):
         balance_loss: _builtins.float | None = ...,
         drop_ratio: _builtins.float | None = ...,
         trials: _abc.Iterable[Global___TrialStatus] | None = ...,
+        choice: Global___ChoiceStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "measured_step_s", b"measured_step_s", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "measured_step_s", b"measured_step_s", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "chunk_times", b"chunk_times", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "trials", b"trials", "uses", b"uses", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "chunk_times", b"chunk_times", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "trials", b"trials", "uses", b"uses", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__balance_loss: _TypeAlias = _typing.Literal["balance_loss"]  # noqa: Y015
     _WhichOneofArgType__balance_loss: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss"]  # noqa: Y015
     _WhichOneofReturnType__checkpoint_version: _TypeAlias = _typing.Literal["checkpoint_version"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_version: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version"]  # noqa: Y015
+    _WhichOneofReturnType__choice: _TypeAlias = _typing.Literal["choice"]  # noqa: Y015
+    _WhichOneofArgType__choice: _TypeAlias = _typing.Literal["_choice", b"_choice"]  # noqa: Y015
     _WhichOneofReturnType__drop_ratio: _TypeAlias = _typing.Literal["drop_ratio"]  # noqa: Y015
     _WhichOneofArgType__drop_ratio: _TypeAlias = _typing.Literal["_drop_ratio", b"_drop_ratio"]  # noqa: Y015
     _WhichOneofReturnType__evaluation_loss: _TypeAlias = _typing.Literal["evaluation_loss"]  # noqa: Y015
@@ -712,6 +720,8 @@ class JobStatus(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_version) -> _WhichOneofReturnType__checkpoint_version | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choice) -> _WhichOneofReturnType__choice | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__drop_ratio) -> _WhichOneofReturnType__drop_ratio | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__evaluation_loss) -> _WhichOneofReturnType__evaluation_loss | None: ...
@@ -723,6 +733,62 @@ class JobStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__waiting_since_wall_s) -> _WhichOneofReturnType__waiting_since_wall_s | None: ...
 
 Global___JobStatus: _TypeAlias = JobStatus  # noqa: Y015
+
+@_typing.final
+class ChoiceStatus(_message.Message):
+    """The newest choice of rows, and what making it took."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    NUM_PICKS_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_SET_ASIDE_FIELD_NUMBER: _builtins.int
+    NUM_BY_CHANCE_FIELD_NUMBER: _builtins.int
+    LARGEST_WEIGHT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    OVERHEAD_FIELD_NUMBER: _builtins.int
+    NEXT_VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    num_picks: _builtins.int
+    num_rows: _builtins.int
+    num_set_aside: _builtins.int
+    num_by_chance: _builtins.int
+    """Rows that what stands for was drawn by chance."""
+    largest_weight: _builtins.float
+    """The mean is 1."""
+    seconds: _builtins.float
+    overhead: _builtins.float
+    """Over the training since the choice before."""
+    next_version: _builtins.int
+    """When the next is due; absent: it stays."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        num_picks: _builtins.int = ...,
+        num_rows: _builtins.int = ...,
+        num_set_aside: _builtins.int = ...,
+        num_by_chance: _builtins.int = ...,
+        largest_weight: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        overhead: _builtins.float | None = ...,
+        next_version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_version", b"_next_version", "_overhead", b"_overhead", "next_version", b"next_version", "overhead", b"overhead"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_version", b"_next_version", "_overhead", b"_overhead", "largest_weight", b"largest_weight", "next_version", b"next_version", "num_by_chance", b"num_by_chance", "num_picks", b"num_picks", "num_rows", b"num_rows", "num_set_aside", b"num_set_aside", "overhead", b"overhead", "seconds", b"seconds", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__next_version: _TypeAlias = _typing.Literal["next_version"]  # noqa: Y015
+    _WhichOneofArgType__next_version: _TypeAlias = _typing.Literal["_next_version", b"_next_version"]  # noqa: Y015
+    _WhichOneofReturnType__overhead: _TypeAlias = _typing.Literal["overhead"]  # noqa: Y015
+    _WhichOneofArgType__overhead: _TypeAlias = _typing.Literal["_overhead", b"_overhead"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_version) -> _WhichOneofReturnType__next_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overhead) -> _WhichOneofReturnType__overhead | None: ...
+
+Global___ChoiceStatus: _TypeAlias = ChoiceStatus  # noqa: Y015
 
 @_typing.final
 class TrialStatus(_message.Message):
