@@ -35,7 +35,7 @@ SOFT = "router: softmoe, allow_lookahead: true"
 FAMILIES = "digits_cnn, llama, mistral, mixtral, mlp, qwen2, qwen3 or qwen3_moe"
 TOP = (
     "version, name, model, data, batch, parallel, skip, plan, optimizer, aggregation, precision, budget, evaluation, "
-    "checkpoint, recovery, backup, on_divergence, checks, seed, priority, resources"
+    "checkpoint, recovery, backup, on_divergence, checks, seed, priority, resources, sweep"
 )
 STEPS = "give a whole number from 1 to 100000000, or null"
 NO_BUDGET = "budget.steps: none: give steps, tokens or epochs, with hours beside them if wanted"
