@@ -386,6 +386,11 @@ class JobSpec(Spec):
         return self.precision.word_bytes
 
     @property
+    def step_batch(self) -> BatchSpec:
+        """Samples of one update of the parameters."""
+        return self.batch
+
+    @property
     def rows(self) -> tuple[ArrayRow, ...]:
         """Trials that train side by side in it, where it is an array inside a sweep."""
         return ()
@@ -412,7 +417,8 @@ class JobSpec(Spec):
 class ArrayJob(JobSpec):
     """An array inside a sweep, as the run log has it: no job file and no client can ask for one.
 
-    Its steps are rounds: a microbatch is the batch of one step of every row, and `batch.samples` those of a round.
+    Its steps are rounds: a microbatch stands for an op of `array.op_steps` local steps, and has as many samples as a
+    step of one row.
     """
 
     array: ArraySpec
@@ -422,9 +428,14 @@ class ArrayJob(JobSpec):
         return self.array.rows
 
     @property
+    def step_batch(self) -> BatchSpec:
+        samples = self.batch.microbatch_samples
+        return BatchSpec(samples=samples, microbatch_samples=samples)
+
+    @property
     def round_steps(self) -> int:
         """Steps of each row in a round."""
-        return self.batch.num_microbatches
+        return self.batch.num_microbatches * self.array.op_steps
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ import numpy as np
 
 from skein import rng
 from skein.data.mixture import Mixture
-from skein.data.order import I64, permuted, shuffled_index
+from skein.data.order import I64, permuted, shuffled_index, shuffled_indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +121,19 @@ class Selection:
         split = self.splits[source]
         ordinal = shuffled_index(drawn, num_samples=split.num_train, seed=self.order_seeds[source])
         return Pick(source=source, sample=int(split.train([ordinal])[0]))
+
+    def train_many(self, positions: Sequence[int]) -> list[Pick]:
+        """Training samples at these positions, as `train` has each."""
+        located = [self.train_mixture.locate(position) for position in positions]
+        picks: dict[int, Pick] = {}
+        for source in {source for source, _ in located}:
+            places = [place for place, (drawn_of, _) in enumerate(located) if drawn_of == source]
+            drawn = [located[place][1] for place in places]
+            split = self.splits[source]
+            ordinals = shuffled_indices(drawn, num_samples=split.num_train, seed=self.order_seeds[source])
+            samples = split.train(ordinals.tolist()).tolist()
+            picks |= {p: Pick(source=source, sample=x) for p, x in zip(places, samples, strict=True)}
+        return [picks[place] for place in range(len(located))]
 
     def validation(self, position: int) -> Pick:
         """The validation sample at `position`: always the same one; a source that is used up starts again.

@@ -32,7 +32,7 @@ from skein.model.table import ModelSpec
 from skein.sim.rules import RULES
 from skein.types import Layout
 
-_ROUND_STEPS = 4
+_ROUND_STEPS = 16
 """Local steps of a round of an array."""
 CHOSEN = CoresetSpec(method="craig", fraction=0.25, refresh_epochs=1, max_overhead=100)
 """Rows of a job that chooses them; however long that takes, it does so every few steps."""
@@ -292,10 +292,10 @@ GUARDED = tuple(
 ARRAYS = tuple(
     shape_of(text)
     for text in (
-        "line 1x1 array 4 on 2",
+        "line 1x1 array 4 on 3",
         "line 1x1 array 4 rewinds on 3",
-        "line 1x1 tied array 8 on 2",
-        "line 1x1 array 1 on 2",
+        "line 1x1 tied array 8 on 4",
+        "line 1x1 array 1 on 3",
         "line 1x1 array 4 on 4 + line 1x1 array 3 rewinds + line 1x1 array 4",
         "line 2x2 on 5 + line 1x1 array 4",
     )

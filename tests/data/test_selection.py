@@ -90,3 +90,11 @@ def test_what_a_position_means_is_what_earlier_releases_meant() -> None:
 def test_a_source_without_samples_is_refused() -> None:
     with pytest.raises(ValueError, match="every source needs a sample"):
         select([(0, 1.0)], ratio=0.0, seed=0)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [3.0, 1.0, 0.5]])
+def test_many_positions_have_the_samples_that_each_has(weights: list[float]) -> None:
+    sizes = [11, 7, 5][: len(weights)]
+    selection = Selection.of(sizes, weights, validation_ratio=0.2, seed=3)
+    positions = [*range(40), 7, 3]
+    assert selection.train_many(positions) == [selection.train(position) for position in positions]

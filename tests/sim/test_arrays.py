@@ -26,15 +26,15 @@ def test_faults_cost_no_row_a_step(shape: SimShape, seed: int) -> None:
 
 def test_rows_that_diverge_are_retired_or_go_back_once() -> None:
     counts = {}
-    for text in ("line 1x1 array 4 on 2", "line 1x1 array 4 rewinds on 2"):
+    for text in ("line 1x1 array 4 on 3", "line 1x1 array 4 rewinds on 3"):
         shape = shape_of(text)
         world = make_world(shape.job(steps=5), small_fleet(shape), seed=0, new_world=with_arrays(World))
         run_to_end(world, limit_s=900.0)
         rows = [record.rows for record in curve_of(world.log)]
         counts[text] = [at[2].num_updates for at in rows]
-        assert [at[0].num_updates for at in rows] == [4, 8, 12, 16, 19]
+        assert [at[0].num_updates for at in rows] == [16, 32, 48, 64, 79]
         assert rows[-1][2].retired
-    assert list(counts.values()) == [[4, 4, 4, 4, 4], [4, 6, 6, 6, 6]]
+    assert list(counts.values()) == [[16, 16, 16, 16, 16], [16, 26, 26, 26, 26]]
 
 
 class Forgetful(ArrayExecutor):
@@ -77,14 +77,14 @@ def row(num_updates: int, *, num_rewinds: int = 0, retired: str = "") -> RowNumb
 @pytest.mark.parametrize(
     ("before", "after", "fault"),
     [
-        (None, row(4), ""),
-        (row(4), row(8), ""),
-        (row(28), row(31), ""),
+        (None, row(16), ""),
+        (row(4), row(20), ""),
+        (row(112), row(127), ""),
         (row(4), row(4, retired="loss"), ""),
         (row(4), row(6, num_rewinds=1), ""),
-        (row(4), row(7), "3 steps in a round of 4"),
-        (row(4), row(12), "8 steps in a round of 4"),
-        (row(4), row(9, num_rewinds=1), "at most 4"),
+        (row(4), row(7), "3 steps in a round of 16"),
+        (row(4), row(36), "32 steps in a round of 16"),
+        (row(4), row(29, num_rewinds=1), "at most 16"),
         (row(4, retired="loss"), row(8, retired="loss"), "was retired"),
         (row(4, retired="loss"), row(4), "was retired"),
         (row(4), row(6, retired="loss"), "not where its round began"),

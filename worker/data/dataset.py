@@ -90,7 +90,7 @@ class Dataset:
             drawing: by a choice that was made along the run; none before the first, or where none is.
         """
         if self.coreset is None:
-            return self._batch(self.selection.train(int(position)) for position in positions)
+            return self._batch(self.selection.train_many([int(position) for position in positions]))
         places = [self._place(self.coreset, int(position), drawing) for position in positions]
         weights = np.array([weight for _, weight in places], np.float32)
         return replace(self._batch(pick for pick, _ in places), weights=weights)
@@ -120,7 +120,7 @@ class Dataset:
         """The same sources, split and ordered as a job with this seed has them."""
         selection = _selection(self.sources, job.data, seed)
         is_chosen = self.coreset is not None
-        coreset = _chosen(job.data, self.sources, selection, job.batch, seed) if is_chosen else None
+        coreset = _chosen(job.data, self.sources, selection, job.step_batch, seed) if is_chosen else None
         return replace(
             self,
             selection=selection,
@@ -129,6 +129,9 @@ class Dataset:
         )
 
     def _batch(self, picks: Iterable[Pick]) -> Batch:
+        if len(self.sources) == 1:
+            inputs, labels = self.sources[0].read_many([pick.sample for pick in picks])
+            return Batch(inputs=inputs, labels=labels)
         samples = [self.sources[pick.source].read(pick.sample) for pick in picks]
         return Batch(inputs=np.stack([s[0] for s in samples]), labels=np.stack([s[1] for s in samples]))
 

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,11 @@ class LabelledSamples:
     def read(self, sample: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """A sample and its class, a scalar."""
         return self.samples[sample], np.asarray(self.labels[sample])
+
+    def read_many(self, samples: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Samples side by side, each as `read` has it."""
+        places = np.asarray(samples, np.int64)
+        return self.samples[places], self.labels[places]
 
 
 def open_labelled(

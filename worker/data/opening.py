@@ -75,7 +75,7 @@ class Datasets:
         if not is_awaited:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         return open_dataset(
-            job.data, job.model, seed=job.seed, batch=job.batch, roots=self._roots, cache=self._cache
+            job.data, job.model, seed=job.seed, batch=job.step_batch, roots=self._roots, cache=self._cache
         )
 
 

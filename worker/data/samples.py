@@ -1,6 +1,7 @@
 """Samples by number: windows over a stream of tokens."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import BinaryIO
@@ -41,6 +42,11 @@ class SampleWindows:
         inputs[: len(tokens)] = tokens[: self.sequence_tokens]
         labels[: len(tokens) - 1] = tokens[1:]
         return inputs, labels
+
+    def read_many(self, samples: Sequence[int]) -> tuple[Integers, Integers]:
+        """Samples side by side, each as `read` has it."""
+        read = [self.read(sample) for sample in samples]
+        return np.stack([inputs for inputs, _ in read]), np.stack([labels for _, labels in read])
 
 
 class FileReader:

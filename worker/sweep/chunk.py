@@ -1,7 +1,7 @@
 """Array as a chunk: rows, and a copy of them that the local steps of a round work on until a record makes it the rows.
 
 Rules of this file
-- An op is one local step of every row that makes steps; what a step computes depends on a row's state alone.
+- An op is some local steps of every row that makes steps; what a step computes depends on a row's state alone.
 - A row that diverges is put back to where its round began: it is retired there, or goes on from there at half its rate.
 - Rows that make no more steps leave the copy when a round is over, so that nothing is computed for them.
 """
@@ -109,17 +109,15 @@ class ArrayChunk(Chunk):
     def _step(self, reader: RowReader, op: LossOp | LossInputOp) -> Loss:
         if self._round is None:
             self._round = _Round(self, reader)
-        before = list(self._round.numbers)
-        self._round.step(reader, is_last=op.microbatch == self.job.round_steps - 1)
-        rows = tuple(self._round.numbers)
-        array = ArrayRound(
-            rows=rows,
-            num_local_steps=int(
-                any(x.num_updates > y.num_updates for x, y in zip(rows, before, strict=True))
-            ),
-            pass_kind=self._round.choice.kind,
-            speedup=self._round.choice.speedup,
-        )
+        is_last_op = op.microbatch == self.job.batch.num_microbatches - 1
+        num_steps = self.job.array.op_steps
+        steps = [
+            self._round.step(reader, is_last=is_last_op and made == num_steps - 1)
+            for made in range(num_steps)
+        ]
+        array = ArrayRound.together(steps)
+        assert array is not None, "an op has a local step"
+        rows = array.rows
         loss_sum = exact_sum(row.loss * row.num_tokens for row in rows)
         return Loss(loss_sum=loss_sum, num_tokens=array.num_tokens, array=array)
 
@@ -293,8 +291,20 @@ class _Round:
         least = array.min_speedup if array.fuse == "auto" else 0.0
         return self._chunk.choices.of(self._chunk.module, rows, batch, min_speedup=least)
 
-    def step(self, reader: RowReader, *, is_last: bool) -> None:
+    def step(self, reader: RowReader, *, is_last: bool) -> ArrayRound:
         """Make a local step; after the last one of a round, what it led to is looked at too."""
+        is_made = self._move(reader)
+        if is_last:
+            self._look()
+        return ArrayRound(
+            rows=tuple(self.numbers),
+            num_local_steps=int(is_made),
+            pass_kind=self.choice.kind,
+            speedup=self.choice.speedup,
+        )
+
+    def _move(self, reader: RowReader) -> bool:
+        """Have every row that is not at its end make a step; whether there is one."""
         chunk, array = self._chunk, self.array
         last_step = chunk.job.array.last_step
         resting = [
@@ -303,16 +313,20 @@ class _Round:
             if count >= last_step or place in array.frozen
         ]
         self.numbers = [replace(x, num_tokens=0) for x in self.numbers]
-        if len(resting) < len(self.places):
-            steps = array.step([reader.batch(self.places, array.rows.num_updates)], resting)
-            for place, made in enumerate(steps):
-                if place not in resting:
-                    self._made(place, made)
-        if is_last:
-            for place, is_finite in enumerate(_are_finite(array.rows)):
-                if not is_finite and place not in array.frozen:
-                    array.frozen[place] = PARAMETERS_NOT_FINITE
-                    self._put_back(place, PARAMETERS_NOT_FINITE)
+        if len(resting) == len(self.places):
+            return False
+        steps = array.step([reader.batch(self.places, array.rows.num_updates)], resting)
+        for place, made in enumerate(steps):
+            if place not in resting:
+                self._made(place, made)
+        return True
+
+    def _look(self) -> None:
+        """Put back rows that the last update has spoilt."""
+        for place, is_finite in enumerate(_are_finite(self.array.rows)):
+            if not is_finite and place not in self.array.frozen:
+                self.array.frozen[place] = PARAMETERS_NOT_FINITE
+                self._put_back(place, PARAMETERS_NOT_FINITE)
 
     def _made(self, place: int, made: RowStep) -> None:
         row, count = self.places[place], self.array.rows.num_updates[place]

@@ -1,18 +1,27 @@
-"""Samples of an array's rows: each reads what its seed and its count of updates name; what is equal is read once."""
+"""Samples of an array's rows: each reads what its seed and its count of updates name; what is equal is read once.
 
+Steps of small models take less time than to look their samples up one batch after the other, so many are read at once.
+"""
+
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from skein.config.job import ArrayJob
+from skein.config.job import ArrayJob, BatchSpec
 from skein.protocol.messages.tensors import Phase
 from skein.types import MicrobatchId, Step
 from worker.compute.batches import BatchReader
 from worker.compute.payload import placed
 from worker.data.dataset import Dataset
+from worker.model.base import Labels
 
 _FIRST = MicrobatchId(0)
+_READ_SAMPLES = 1024
+"""Samples that are read at once, at most, unless one step has more."""
+_NUM_KEPT = 2
+"""Blocks of a seed that are kept: rows of one seed that differ in their counts may be at the end of one."""
 
 
 class RowReader:
@@ -26,14 +35,17 @@ class RowReader:
 
     def __init__(self, dataset: Dataset, job: ArrayJob, device: torch.device) -> None:
         self.dataset = dataset
-        # One step of a row is one microbatch of a job like it.
-        size = job.batch.microbatch_samples
-        alone = job.model_copy(update={"batch": job.batch.model_copy(update={"samples": size})})
         self._device = device
         self._seeds = [row.seed for row in job.rows]
-        self._readers = {
-            seed: BatchReader(dataset.under(seed, alone), alone, [_FIRST]) for seed in set(self._seeds)
+        self._size = job.step_batch.samples
+        self._num_steps = max(1, _READ_SAMPLES // self._size)
+        size = self._num_steps * self._size
+        block = job.model_copy(update={"batch": BatchSpec(samples=size, microbatch_samples=size)})
+        selected = {seed: dataset.under(seed, job) for seed in sorted(set(self._seeds))}
+        self._blocks = {
+            seed: _Blocks(BatchReader(x, block, [_FIRST]), device) for seed, x in selected.items()
         }
+        self._validating = {seed: BatchReader(x, job, [_FIRST]) for seed, x in selected.items()}
 
     def batch(self, rows: Sequence[int], steps: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Inputs and labels (R, B, ...) of a step of each of these rows, in their order.
@@ -42,12 +54,15 @@ class RowReader:
             UnfitError: they cannot be read here.
         """
         wanted = [(self._seeds[row], step) for row, step in zip(rows, steps, strict=True)]
-        read = {
-            (seed, step): placed(self._readers[seed].batch(Phase.TRAIN, Step(step), _FIRST), self._device)
-            for seed, step in dict.fromkeys(wanted)
-        }
+        read = {key: self._step(*key) for key in dict.fromkeys(wanted)}
         inputs = torch.stack([read[key][0] for key in wanted])
-        return inputs, torch.stack([read[key][1].labels for key in wanted])
+        return inputs, torch.stack([read[key][1] for key in wanted])
+
+    def _step(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        number, place = divmod(step, self._num_steps)
+        inputs, labels = self._blocks[seed].block(number)
+        own = slice(place * self._size, (place + 1) * self._size)
+        return inputs[own], labels.labels[own]
 
     def validation(self, row: int, step: Step, microbatch: MicrobatchId) -> tuple[Tensor, Tensor]:
         """Inputs and labels (B, ...) of one of a row's validation microbatches.
@@ -55,6 +70,24 @@ class RowReader:
         Raises:
             UnfitError: they cannot be read here.
         """
-        batch = self._readers[self._seeds[row]].batch(Phase.EVALUATE, step, microbatch)
+        batch = self._validating[self._seeds[row]].batch(Phase.EVALUATE, step, microbatch)
         inputs, labels = placed(batch, self._device)
         return inputs, labels.labels
+
+
+class _Blocks:
+    """Samples of many steps after one another, under one seed."""
+
+    def __init__(self, reader: BatchReader, device: torch.device) -> None:
+        self._reader = reader
+        self._device = device
+        self._kept: OrderedDict[int, tuple[Tensor, Labels]] = OrderedDict()
+
+    def block(self, number: int) -> tuple[Tensor, Labels]:
+        """The block of that number; the next one is being read meanwhile."""
+        if number not in self._kept:
+            batch = self._reader.batch(Phase.TRAIN, Step(number), _FIRST)
+            self._kept[number] = placed(batch, self._device)
+            while len(self._kept) > _NUM_KEPT:
+                self._kept.popitem(last=False)
+        return self._kept[number]

@@ -46,6 +46,8 @@ class ArraySpec(Spec):
     first_step: Annotated[int, Field(ge=0)] = 0
     last_step: Annotated[int, Field(ge=1)]
     schedule_steps: Annotated[int, Field(ge=1)]
+    op_steps: Annotated[int, Field(ge=1)] = 1
+    """Local steps of each op, several of which are a round: one op for each would take longer to ask for than to do."""
     fuse: Fuse = "auto"
     min_speedup: Annotated[float, Field(ge=1, le=100)] = 1.10
     """Times as fast as the loop that a pass over all rows has to be under `auto`."""

@@ -19,7 +19,7 @@ from skein.sim.judging.contributions import Judge
 from skein.sim.judging.invariants import Violated, Visits
 from skein.types import StageIndex, WorkerId
 
-_DIVERGES_AT = (5, 9)
+_DIVERGES_AT = (21, 40)
 """Counts of updates after which a row that diverges does: for the first time, and if it goes on after that, again."""
 _REASON = "loss not finite"
 
@@ -142,18 +142,21 @@ class ArrayExecutor(SimExecutor):
             return replace(
                 outcome, rows=tuple(RowScore(loss_sum=x.seed + 1.0, num_tokens=1) for x in self._rows)
             )
+        array = ArrayRound.together([self._local_step(self._job) for _ in range(self._job.array.op_steps)])
+        assert array is not None, "an op has a local step"
+        return replace(outcome, num_tokens=array.num_tokens, array=array)
+
+    def _local_step(self, job: ArrayJob) -> ArrayRound:
         before = [row.count for row in self._copy]
-        last_step = self._job.array.last_step
-        moved = [not row.retired and row.count < last_step for row in self._copy]
+        moved = [not row.retired and row.count < job.array.last_step for row in self._copy]
         self._copy = [self._moved(at) if moved[at] else row for at, row in enumerate(self._copy)]
         tokens = [int(row.count > was) for row, was in zip(self._copy, before, strict=True)]
-        array = ArrayRound(
+        return ArrayRound(
             rows=tuple(row.numbers(n) for row, n in zip(self._copy, tokens, strict=True)),
-            num_local_steps=int(any(tokens)),
+            num_local_steps=int(any(moved)),
             pass_kind=PassKind.FUSED,
             speedup=2.0,
         )
-        return replace(outcome, num_tokens=array.num_tokens, array=array)
 
     def _moved(self, at: int) -> SimRow:
         """A row after its next step, or back where its round began."""
@@ -170,7 +173,7 @@ class ArrayExecutor(SimExecutor):
         if self._job is None:
             return
         told = op.record.rows
-        if [row.count for row in self._copy] != [row.num_updates for row in told]:
+        if self.is_told_true and [x.count for x in self._copy] != [x.num_updates for x in told]:
             raise Violated(f"{self.worker} applies {told} and has {self._copy}")
         (chunk,) = self.chunks.values()
         self._rows = tuple(self._copy)

@@ -185,7 +185,7 @@ class Invariants:
             case StepCommitted():
                 spec = self._replayed.jobs[record.job].spec
                 branch = self._branches[record.job]
-                if isinstance(spec, ArrayJob):
+                if isinstance(spec, ArrayJob) and not self.has_liars:
                     _check_round(spec, branch.records[-1:], record.record)
                 self._committed(branch, record.record, num_samples=spec.batch.samples)
             case CoresetChosen():

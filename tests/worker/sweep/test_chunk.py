@@ -39,7 +39,7 @@ class Held:
         self.batches = BatchReader(
             open_dataset(job.data, job.model, seed=job.seed),
             job,
-            [MicrobatchId(m) for m in range(job.round_steps)],
+            [MicrobatchId(m) for m in range(job.batch.num_microbatches)],
         )
 
     def local_steps(self, *microbatches: int) -> ArrayRound:
@@ -58,7 +58,7 @@ class Held:
 
     def round(self) -> ArrayRound:
         """A round from its beginning to its record."""
-        made = self.local_steps(*range(self.job.round_steps))
+        made = self.local_steps(*range(self.job.batch.num_microbatches))
         self.chunk.apply(record(self.chunk.version), {})
         return made
 
@@ -165,3 +165,15 @@ def test_rows_make_no_step_beyond_their_last() -> None:
     counts = [held.round().rows[0].num_updates for _ in range(3)]
     assert counts == [4, 6, 6]
     assert replace(held.chunk.numbers()[0], num_tokens=0).num_updates == 6
+
+
+def test_rows_come_to_the_same_in_rounds_of_any_length() -> None:
+    many, few = Held(array_of(0, 1, round_steps=1)), Held(array_of(0, 1, round_steps=16))
+    assert few.job.array.op_steps == 2
+    for _ in range(20):
+        many.round()
+    rounds = [few.round() for _ in range(2)]
+    assert [x.num_local_steps for x in rounds] == [16, 4]
+    assert [x.rows[1].num_updates for x in rounds] == [16, 20]
+    assert rounds[0].rows[0].num_tokens == 16 * few.job.step_batch.samples
+    assert torch.equal(many.chunk.accumulator(GROUP), few.chunk.accumulator(GROUP))

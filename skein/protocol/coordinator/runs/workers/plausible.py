@@ -1,6 +1,6 @@
 """Checks for reports that no worker of this job can have made, though each of their numbers alone could be."""
 
-from skein.config.job import JobSpec
+from skein.config.job import ArrayJob, JobSpec
 from skein.numeric.sketch import SKETCH_LENGTH
 from skein.protocol.messages.reports import EvaluationDone, LinksMeasured, Report, SketchTaken, StageDone
 from skein.types import WorkerId
@@ -38,8 +38,9 @@ def implausible(worker: WorkerId, report: Report, spec: JobSpec | None) -> str |
 
 
 def most_tokens(spec: JobSpec) -> int:
-    """Tokens of one microbatch, at most; of an array, of all its rows."""
-    return max(1, len(spec.rows)) * spec.batch.microbatch_samples * spec.data.sequence_tokens
+    """Tokens of one microbatch, at most; of an array, of all its rows in all local steps of an op."""
+    num_batches = len(spec.rows) * spec.array.op_steps if isinstance(spec, ArrayJob) else 1
+    return num_batches * spec.batch.microbatch_samples * spec.data.sequence_tokens
 
 
 def _other_rows(field: str, num_rows: int, spec: JobSpec) -> str | None:
