@@ -42,6 +42,7 @@ from worker.model.base import parameter_dtype
 from worker.model.stage import Stage
 from worker.sweep.array import RowArray, RowSettings
 from worker.sweep.choosing import MIN_SPEEDUP, choose_pass
+from worker.sweep.passes import RowBatch
 
 EQUAL_LOSS, EQUAL_PARAMETER, HEALTHY_LOSS = 1e-10, 1e-7, 1e-12
 """Most that may differ in float64: losses and parameters beside separate runs, losses beside a row that blew up."""
@@ -74,8 +75,8 @@ def furthest(
     alone = {row: Separate(stages[row], settings[row]) for row in rows}
     loss = 0.0
     for step in range(num_steps):
-        inputs, labels = together(case, seeds, step, dtype)
-        found = array.step([(inputs, labels)])
+        inputs, labels, _ = together(case, seeds, step, dtype)
+        found = array.step([RowBatch(inputs, labels)])
         for row, run in alone.items():
             loss = max(loss, abs(found[row].loss - run.step(inputs[row], labels[row])))
     distances = [run.distance(array.rows.walker(row)) for row, run in alone.items()]
@@ -148,7 +149,10 @@ def _speed(case: Case, num_rows: int, goal: float, num_turns: int) -> Row:
     array = RowArray.of(stages, settings, PassKind.FUSED)
     loop = _best_loop(stages)
     batch = together(case, seeds, 0, torch.float32)
-    ways: list[Callable[[], object]] = [partial(array.step, [batch]), partial(loop, *batch)]
+    ways: list[Callable[[], object]] = [
+        partial(array.step, [batch]),
+        partial(loop, batch.inputs, batch.labels),
+    ]
     turns = [[_cpu_s(way) for way in ways] for _ in range(NUM_WARM + num_turns)][NUM_WARM:]
     ratios = [loop_s / array_s for array_s, loop_s in turns]
     array_ms, loop_ms = (1e3 * median(x) for x in zip(*turns, strict=True))

@@ -19,6 +19,7 @@ from skein.protocol.rounds.weighing import clip_of
 from skein.types import Precision, StageIndex, StageSpec
 from worker.model.stage import Stage, build_stage
 from worker.sweep.array import RowSettings
+from worker.sweep.passes import RowBatch
 
 NUM_STEPS = 40
 _TOKENS = 16
@@ -130,7 +131,7 @@ class Separate:
         return max(float((row.params[name] - param).abs().max()) for name, param in mine.items())
 
 
-def together(case: Case, seeds: Sequence[int], step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def together(case: Case, seeds: Sequence[int], step: int, dtype: torch.dtype) -> RowBatch:
     """A batch for each row, by its own seed."""
     drawn = [case.batch(seed, step, dtype) for seed in seeds]
-    return torch.stack([x for x, _ in drawn]), torch.stack([y for _, y in drawn])
+    return RowBatch(torch.stack([x for x, _ in drawn]), torch.stack([y for _, y in drawn]))

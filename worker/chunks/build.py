@@ -54,6 +54,7 @@ from worker.data.opening import Datasets
 from worker.executor import Executor, one_line
 from worker.mesh.mesh import Mesh
 from worker.model.weights import load_huggingface, load_parameters
+from worker.sweep.choosing import PassChoices
 from worker.sweep.chunk import ArrayChunk
 from worker.sweep.drawing import drawn_chunk
 
@@ -184,6 +185,7 @@ class Builder:
         self._mesh = mesh
         self.places = places
         self._checked_url: str | None = None
+        self._choices = PassChoices()
         self.is_installing = False
         """Whether the build has come to where it succeeds, and is no longer to be cancelled."""
 
@@ -280,6 +282,7 @@ class Builder:
             device=self._device,
             mesh=self._mesh,
             slots=wanted.slots,
+            choices=self._choices,
         )
         # Before anything is found: what a copy that follows gives is good only till its next step.
         drawn = None if source.kind is SourceKind.KEEP else await self._on_torch(draw)

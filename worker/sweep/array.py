@@ -25,10 +25,10 @@ from skein.numeric.walker import Walker
 from skein.protocol.messages.array_rounds import PassKind
 from skein.protocol.rounds.weighing import clip_of
 from worker.model.base import IGNORED_LABEL, Stage
-from worker.sweep.passes import Pass, make_pass
+from worker.sweep.passes import Pass, RowBatch, make_pass
 
-Batches = Iterable[tuple[Tensor, Tensor]]
-"""Microbatches of one step: inputs and labels, (R, B, ...) both."""
+Batches = Iterable[RowBatch]
+"""Microbatches of one step."""
 
 
 LOSS_NOT_FINITE, GRADIENT_NOT_FINITE = "loss not finite", "gradient not finite"
@@ -135,9 +135,9 @@ class RowArray:
         self._pass.clear()
         losses: Tensor | None = None
         counts: Tensor | None = None
-        for inputs, labels in batches:
-            found = self._pass.run(inputs, labels)
-            valid = (labels != IGNORED_LABEL).flatten(1).sum(1)
+        for batch in batches:
+            found = self._pass.run(*batch)
+            valid = (batch.labels != IGNORED_LABEL).flatten(1).sum(1)
             losses = found if losses is None else losses + found
             counts = valid if counts is None else counts + valid
         assert losses is not None, "a step has a microbatch"

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from skein.numeric.rows import RowBuffer
 from skein.protocol.messages.array_rounds import PassKind
 from worker.model.base import Stage
-from worker.sweep.passes import Pass, make_pass
+from worker.sweep.passes import Pass, RowBatch, make_pass
 
 MIN_SPEEDUP = 1.10
 """Times that the loop must take what another pass takes: below that fusing is not worth its memory."""
@@ -33,7 +32,7 @@ class PassChoice:
 def choose_pass(
     stage: Stage,
     rows: RowBuffer,
-    batch: tuple[Tensor, Tensor],
+    batch: RowBatch,
     *,
     min_speedup: float = MIN_SPEEDUP,
     clock: Callable[[], float] = time.perf_counter,
@@ -43,7 +42,7 @@ def choose_pass(
     Args:
         stage: a whole model, as each row is one.
         rows: whose parameters go through it.
-        batch: inputs and labels of one microbatch, (R, B, ...) both.
+        batch: of one microbatch.
         min_speedup: least ratio for which the loop is left.
         clock: seconds.
     """
@@ -61,28 +60,26 @@ def choose_pass(
     return PassChoice(kind=kind, speedup=speedup, words=took)
 
 
-class PassChoices:
-    """Choices that were made for arrays of one model on one device, by what they depend on besides.
+_Key = tuple[str, tuple[int, ...], str, float]
+"""Model and precision, shape of the inputs of all rows, device, least ratio."""
 
-    A row that leaves makes another choice necessary; one that comes back to as many as before does not.
-    """
+
+class PassChoices:
+    """Choices that one process has made, by all that they depend on: the arrays of a sweep are measured once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, torch.Size, torch.device, float], PassChoice] = {}
+        self._known: dict[_Key, PassChoice] = {}
 
-    def of(
-        self, stage: Stage, rows: RowBuffer, batch: tuple[Tensor, Tensor], *, min_speedup: float
-    ) -> PassChoice:
+    def of(self, stage: Stage, rows: RowBuffer, batch: RowBatch, *, min_speedup: float) -> PassChoice:
         """The choice for so many rows at this batch, measured if it was not before."""
-        key = len(rows), batch[0].shape, rows.params.device, min_speedup
+        model = f"{stage.spec.model_dump_json()} {stage.precision}"
+        key = model, tuple(batch.inputs.shape), str(rows.params.device), min_speedup
         if key not in self._known:
             self._known[key] = choose_pass(stage, rows, batch, min_speedup=min_speedup)
         return self._known[key]
 
 
-def _other(
-    stage: Stage, rows: RowBuffer, batch: tuple[Tensor, Tensor]
-) -> tuple[tuple[PassKind, Pass] | None, str]:
+def _other(stage: Stage, rows: RowBuffer, batch: RowBatch) -> tuple[tuple[PassKind, Pass] | None, str]:
     """The first way beside the loop that this model has; or why it has none."""
     fused = make_pass(PassKind.FUSED, stage, rows)
     if fused is not None:
@@ -98,7 +95,7 @@ def _other(
 
 def _seconds(
     passes: Sequence[Pass],
-    batch: tuple[Tensor, Tensor],
+    batch: RowBatch,
     device: torch.device,
     clock: Callable[[], float],
 ) -> list[float]:

@@ -33,6 +33,7 @@ from worker.compute.chunk import Chunk
 from worker.compute.state import FATE, STEP, by_name
 from worker.model.stage import Stage, build_stage
 from worker.sweep.array import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, RowArray, RowSettings, RowStep
+from worker.sweep.blame import check_sane
 from worker.sweep.choosing import PassChoice, PassChoices
 from worker.sweep.reading import RowReader
 
@@ -49,12 +50,20 @@ class ArrayChunk(Chunk):
     `module` is a model like those of the rows; its parameters are row 0's.
     """
 
-    def __init__(self, job: ArrayJob, module: Stage, rows: RowBuffer, *, version: Step) -> None:
+    def __init__(
+        self,
+        job: ArrayJob,
+        module: Stage,
+        rows: RowBuffer,
+        *,
+        version: Step,
+        choices: PassChoices | None = None,
+    ) -> None:
         super().__init__(module, rule_of(job.aggregation, job.optimizer), version=version)
         self.job = job
         self.rows = rows
         """Rows as the last record left them."""
-        self.choices = PassChoices()
+        self.choices = PassChoices() if choices is None else choices
         self._num_rewinds = [0] * len(rows)
         self._retired = [""] * len(rows)
         self._told = [_nothing_yet(count) for count in rows.num_updates]
@@ -66,7 +75,15 @@ class ArrayChunk(Chunk):
         self._settle()
 
     @classmethod
-    def drawn_rows(cls, job: ArrayJob, stage: StageSpec, *, version: Step, device: torch.device) -> Self:
+    def drawn_rows(
+        cls,
+        job: ArrayJob,
+        stage: StageSpec,
+        *,
+        version: Step,
+        device: torch.device,
+        choices: PassChoices | None = None,
+    ) -> Self:
         """The array as the seeds of its rows draw it."""
         modules = [
             build_stage(
@@ -83,7 +100,7 @@ class ArrayChunk(Chunk):
         for module, row in zip(modules, job.rows, strict=True):
             params = {name: x.detach() for name, x in module.named_parameters()}
             walkers.append(Walker(params=params, state=optimizer_of(row.optimizer).init(params)))
-        return cls(job, modules[0], RowBuffer.of(walkers), version=version)
+        return cls(job, modules[0], RowBuffer.of(walkers), version=version, choices=choices)
 
     def _settle(self) -> None:
         """Rows have become others: what is beside them follows."""
@@ -315,10 +332,13 @@ class _Round:
         self.numbers = [replace(x, num_tokens=0) for x in self.numbers]
         if len(resting) == len(self.places):
             return False
-        steps = array.step([reader.batch(self.places, array.rows.num_updates)], resting)
-        for place, made in enumerate(steps):
-            if place not in resting:
-                self._made(place, made)
+        batch = reader.batch(self.places, array.rows.num_updates)
+        steps = array.step([batch], resting)
+        moved = [place for place in range(len(self.places)) if place not in resting]
+        if len(moved) > 1 and all(place in array.frozen for place in moved):
+            check_sane(batch.inputs)
+        for place in moved:
+            self._made(place, steps[place])
         return True
 
     def _look(self) -> None:

@@ -6,6 +6,7 @@ from skein.config.job import ArrayJob, JobSpec
 from skein.types import StageSpec, Step
 from worker.compute.chunk import Chunk
 from worker.mesh.mesh import Mesh
+from worker.sweep.choosing import PassChoices
 from worker.sweep.chunk import ArrayChunk
 
 
@@ -17,11 +18,12 @@ def drawn_chunk(
     device: torch.device,
     mesh: Mesh | None = None,
     slots: int = 1,
+    choices: PassChoices | None = None,
 ) -> Chunk:
     """The stage as the job's seed draws it, or its rows' seeds; with a mesh, its functions are computed there.
 
     Rows are computed on `device` alone: models of which several fit a device gain nothing by being cut.
     """
     if isinstance(job, ArrayJob):
-        return ArrayChunk.drawn_rows(job, stage, version=version, device=device)
+        return ArrayChunk.drawn_rows(job, stage, version=version, device=device, choices=choices)
     return Chunk.drawn(job, stage, version=version, device=device, mesh=mesh, slots=slots)

@@ -10,6 +10,7 @@ Rules of this file
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,14 @@ from skein.protocol.messages.array_rounds import PassKind
 from worker.model.base import IGNORED_LABEL, Stage, parameter_dtype
 from worker.model.ops import mapped
 from worker.sweep.fused import fused_forward
+
+
+class RowBatch(NamedTuple):
+    """Samples of all rows: inputs and labels, (R, B, ...) both, and (R, B) factors on their losses; None: 1."""
+
+    inputs: Tensor
+    labels: Tensor
+    weights: Tensor | None = None
 
 
 class Pass(ABC):
@@ -35,12 +44,13 @@ class Pass(ABC):
         self.grads.zero_()
 
     @abstractmethod
-    def run(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def run(self, inputs: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Add the gradients of each row's summed loss to `grads`; gives these losses (R,), nats.
 
         Args:
             inputs: (R, B, ...), each row's own samples.
             labels: (R, B, ...), `IGNORED_LABEL` where there is nothing to predict.
+            weights: (R, B), a factor on each sample's cross entropies; None: 1.
         """
 
 
@@ -61,9 +71,9 @@ class _Together(Pass):
         # What comes first takes the place of the buffer, rather than being added to zeros.
         self._is_empty = True
 
-    def run(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def run(self, inputs: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         logits = self._logits(self.rows.layout.views(self._leaf), inputs).to(self._dtype)
-        losses = summed_losses(logits, labels)
+        losses = summed_losses(logits, labels, weights)
         (grads,) = torch.autograd.grad(losses.sum(), self._leaf)
         self.grads = grads if self._is_empty else self.grads.add_(grads)
         self._is_empty = False
@@ -77,10 +87,11 @@ class _InTurn(Pass):
         super().__init__(rows)
         self._stages = [_on_row(stage, rows, row, self.grads[row]) for row in range(len(rows))]
 
-    def run(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def run(self, inputs: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         losses = []
-        for stage, x, y in zip(self._stages, inputs, labels, strict=True):
-            loss, _ = stage.loss(x, y)
+        weights_R = [None] * len(labels) if weights is None else weights
+        for stage, x, y, w in zip(self._stages, inputs, labels, weights_R, strict=True):
+            loss, _ = stage.loss(x, y, w)
             torch.autograd.backward(loss)
             losses.append(loss.detach())
         return torch.stack(losses)
@@ -96,11 +107,13 @@ def _on_row(stage: Stage, rows: RowBuffer, row: int, grads: Tensor) -> Stage:
     return own
 
 
-def summed_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sums of each row's cross entropies (R,), from logits (R, B, ..., classes)."""
+def summed_losses(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Sums of each row's cross entropies (R,), from logits (R, B, ..., classes); samples weigh (R, B), or 1."""
     each = functional.cross_entropy(
         logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
     )
+    if weights is not None:
+        each = each.view(*weights.shape, -1) * weights.to(each).unsqueeze(-1)
     return each.view(len(labels), -1).sum(1)
 
 

@@ -16,6 +16,7 @@ from worker.compute.batches import BatchReader
 from worker.compute.payload import placed
 from worker.data.dataset import Dataset
 from worker.model.base import Labels
+from worker.sweep.passes import RowBatch
 
 _FIRST = MicrobatchId(0)
 _READ_SAMPLES = 1024
@@ -47,22 +48,29 @@ class RowReader:
         }
         self._validating = {seed: BatchReader(x, job, [_FIRST]) for seed, x in selected.items()}
 
-    def batch(self, rows: Sequence[int], steps: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and labels (R, B, ...) of a step of each of these rows, in their order.
+    def batch(self, rows: Sequence[int], steps: Sequence[int]) -> RowBatch:
+        """Samples of a step of each of these rows, in their order.
 
         Raises:
             UnfitError: they cannot be read here.
         """
         wanted = [(self._seeds[row], step) for row, step in zip(rows, steps, strict=True)]
         read = {key: self._step(*key) for key in dict.fromkeys(wanted)}
-        inputs = torch.stack([read[key][0] for key in wanted])
-        return inputs, torch.stack([read[key][1] for key in wanted])
+        labels = [read[key][1] for key in wanted]
+        weights = [x.weights for x in labels if x.weights is not None]
+        return RowBatch(
+            torch.stack([read[key][0] for key in wanted]),
+            torch.stack([x.labels for x in labels]),
+            torch.stack(weights) if weights else None,
+        )
 
-    def _step(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    def _step(self, seed: int, step: int) -> tuple[Tensor, Labels]:
         number, place = divmod(step, self._num_steps)
         inputs, labels = self._blocks[seed].block(number)
         own = slice(place * self._size, (place + 1) * self._size)
-        return inputs[own], labels.labels[own]
+        return inputs[own], Labels(
+            labels.labels[own], None if labels.weights is None else labels.weights[own]
+        )
 
     def validation(self, row: int, step: Step, microbatch: MicrobatchId) -> tuple[Tensor, Tensor]:
         """Inputs and labels (B, ...) of one of a row's validation microbatches.

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from bench.sweeping.trials import CNN, DECODER, MLP, OPTIMIZERS, Case, settings_of, together
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
@@ -12,6 +11,7 @@ from skein.protocol.messages.array_rounds import PassKind
 from skein.types import Precision
 from worker.model.base import IGNORED_LABEL
 from worker.sweep.array import RowArray, RowSettings, RowStep
+from worker.sweep.passes import RowBatch
 
 CASES = {"mlp": MLP, "cnn": CNN, "decoder": DECODER}
 NUM_ROWS = 4
@@ -33,9 +33,7 @@ def all_settings(spec: OptimizerSpec) -> list[RowSettings]:
     return [settings_of(spec, row) for row in range(NUM_ROWS)]
 
 
-def batch(
-    case: Case, rows: list[int], step: int, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
+def batch(case: Case, rows: list[int], step: int, dtype: torch.dtype = torch.float64) -> RowBatch:
     return together(case, rows, step, dtype)
 
 
@@ -131,20 +129,20 @@ def test_microbatches_make_the_step_of_their_batch() -> None:
     settings = all_settings(AdamWSpec())
     whole, parts = array_of(MLP, settings), array_of(MLP, settings)
     for step in range(NUM_STEPS):
-        inputs, labels = batch(MLP, [*range(NUM_ROWS)], step)
+        inputs, labels, _ = batch(MLP, [*range(NUM_ROWS)], step)
         labels[0, 3] = IGNORED_LABEL
-        (at_once,) = ([x.loss for x in whole.step([(inputs, labels)])],)
+        (at_once,) = ([x.loss for x in whole.step([RowBatch(inputs, labels)])],)
         halves = zip(inputs.chunk(2, dim=1), labels.chunk(2, dim=1), strict=True)
-        found = parts.step(list(halves))
+        found = parts.step([RowBatch(*half) for half in halves])
         assert [x.loss for x in found] == pytest.approx(at_once, rel=1e-12)
         assert [x.num_tokens for x in found] == [31, 32, 32, 32]
 
 
 def test_a_row_without_a_label_makes_no_step_and_is_not_frozen() -> None:
     array = array_of(MLP, all_settings(AdamWSpec()))
-    inputs, labels = batch(MLP, [*range(NUM_ROWS)], 0)
+    inputs, labels, _ = batch(MLP, [*range(NUM_ROWS)], 0)
     labels[2] = IGNORED_LABEL
-    steps = array.step([(inputs, labels)])
+    steps = array.step([RowBatch(inputs, labels)])
     assert steps[2].reason == "no valid token in the batch"
     assert array.rows.num_updates == [1, 1, 0, 1]
     assert not array.frozen

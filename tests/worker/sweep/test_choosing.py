@@ -16,6 +16,7 @@ from tests.worker.sweep.test_passes import rows_of
 from worker.model.base import Stage
 from worker.sweep.array import RowArray
 from worker.sweep.choosing import choose_pass
+from worker.sweep.passes import RowBatch
 
 
 def clock(loop_s: float, other_s: float) -> Callable[[], float]:
@@ -70,7 +71,7 @@ def test_a_model_that_can_be_mapped_alone_is() -> None:
     for stage in stages:
         stage.__class__ = Other
     inputs, labels = samples(MODELS["digits"])
-    batch = torch.stack([inputs] * 3), torch.stack([labels] * 3)
+    batch = RowBatch(torch.stack([inputs] * 3), torch.stack([labels] * 3))
     choice = choose_pass(stages[0], rows_of(stages), batch, clock=clock(2.0, 1.0))
     assert (choice.kind, choice.speedup) == (PassKind.VMAPPED, 2.0)
 
@@ -79,6 +80,8 @@ def test_a_model_that_can_be_mapped_alone_is() -> None:
 def test_what_cannot_be_mapped_goes_in_turn_and_says_so(name: str) -> None:
     stages = [whole(MODELS[name], seed=row) for row in range(2)]
     inputs, labels = samples(MODELS[name])
-    choice = choose_pass(stages[0], rows_of(stages), (torch.stack([inputs] * 2), torch.stack([labels] * 2)))
+    choice = choose_pass(
+        stages[0], rows_of(stages), RowBatch(torch.stack([inputs] * 2), torch.stack([labels] * 2))
+    )
     assert choice.kind is PassKind.LOOPED
     assert choice.words.startswith("a DecoderStage cannot be mapped: ")

@@ -1,18 +1,20 @@
 """An array as a chunk: rounds on a copy, rows that diverge, and what is saved of them."""
 
+import math
 from dataclasses import replace
 from typing import Literal
 
 import pytest
 import torch
 
+from skein.config.data.coreset import CoresetSpec
 from skein.config.job import ArrayJob
 from skein.config.optimizer import AdamWSpec
 from skein.config.sweep.arrays import array_job
 from skein.config.sweep.rows import ArraySpec
-from skein.errors import LocalError
+from skein.errors import LocalError, UnfitError
 from skein.plan.plan import Path
-from skein.protocol.messages.array_rounds import ArrayRound
+from skein.protocol.messages.array_rounds import ArrayRound, PassKind
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import LossOp
 from skein.types import ChunkRef, MicrobatchId, Own, Precision, StageIndex, StageSpec, Step, WorkerId
@@ -22,6 +24,7 @@ from tests.worker.sweep.trials import array_of, trial
 from worker.compute.batches import BatchReader
 from worker.compute.state import FATE, STEP
 from worker.data.dataset import open_dataset
+from worker.data.labelled import LabelledSamples
 from worker.sweep.chunk import PARAMETERS_NOT_FINITE, ArrayChunk
 
 STAGE = StageSpec(index=StageIndex(0), first=0, stop=2)
@@ -177,3 +180,36 @@ def test_rows_come_to_the_same_in_rounds_of_any_length() -> None:
     assert [x.rows[1].num_updates for x in rounds] == [16, 20]
     assert rounds[0].rows[0].num_tokens == 16 * few.job.step_batch.samples
     assert torch.equal(many.chunk.accumulator(GROUP), few.chunk.accumulator(GROUP))
+
+
+def test_all_rows_that_diverge_at_once_are_no_rows_fault_where_samples_are_not_finite() -> None:
+    held = Held(array_of(0, 1))
+    (source,) = held.batches.dataset.sources
+    assert isinstance(source, LabelledSamples)
+    spoilt = replace(source, samples=source.samples * math.nan)
+    held.batches.dataset = replace(held.batches.dataset, sources=(spoilt,))
+    with pytest.raises(UnfitError, match="samples that are not finite"):
+        held.local_steps(0)
+
+
+def test_rows_that_all_diverge_of_themselves_are_retired() -> None:
+    job = wild(0)
+    rows = tuple(x.model_copy(update={"optimizer": job.rows[0].optimizer}) for x in job.rows)
+    held = Held(job.model_copy(update={"array": job.array.model_copy(update={"rows": rows})}))
+    assert held.round().num_alive == 0
+
+
+@pytest.mark.parametrize("kind", [PassKind.FUSED, PassKind.LOOPED])
+def test_rows_of_a_coreset_weigh_their_samples_as_a_trials_own_job(kind: PassKind) -> None:
+    job = array_of(0, 1)
+    coreset = CoresetSpec(method="random", fraction=0.2)
+    data = job.data.model_copy(update={"coreset": coreset})
+    fuse = "never" if kind is PassKind.LOOPED else "always"
+    held = Held(job.model_copy(update={"data": data, "array": job.array.model_copy(update={"fuse": fuse})}))
+    first = held.local_steps(0).rows[0]
+    alone = trial(0).model_copy(update={"data": data})
+    batch = open_dataset(alone.data, alone.model, seed=alone.seed, batch=alone.batch).train_batch(range(16))
+    assert batch.weights is not None
+    module = Held(array_of(0)).chunk.module
+    loss, num_valid = module.loss(*map(torch.from_numpy, (batch.inputs, batch.labels, batch.weights)))
+    assert first.loss == pytest.approx(loss.item() / num_valid, rel=1e-12)
