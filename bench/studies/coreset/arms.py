@@ -13,7 +13,9 @@ class Arms:
 
     Args:
         coreset: on weighted rows.
-        random: on as many rows drawn by chance within classes, with fair weights, for as many gradients.
+        random: on as many rows drawn by chance within classes, with fair weights, for as many gradients; drawn anew
+            as often as `coreset` chooses.
+        random_once: the same on one draw that stays.
         random_same_work: the same for as much work: forwards of selection count as a third of a gradient each.
         full_equal: on all rows, for as many gradients as `coreset`.
         full: on all rows, to the end: as many steps over all rows as `coreset` makes over its own.
@@ -21,6 +23,7 @@ class Arms:
 
     coreset: tuple[float, ...]
     random: tuple[float, ...]
+    random_once: tuple[float, ...]
     random_same_work: tuple[float, ...]
     full_equal: tuple[float, ...]
     full: tuple[float, ...]
@@ -29,7 +32,8 @@ class Arms:
         """Means over seeds beside those of all controls; `holds` is asked for the means of coreset and random."""
         mine, chance = fmean(self.coreset), fmean(self.random)
         against = (
-            f"random {chance:.4g}; random for as much work {fmean(self.random_same_work):.4g}; "
+            f"random {chance:.4g}; one draw {fmean(self.random_once):.4g}; "
+            f"random for as much work {fmean(self.random_same_work):.4g}; "
             f"all rows for as many gradients {fmean(self.full_equal):.4g}, to the end {fmean(self.full):.4g}"
         )
         return Row(

@@ -75,6 +75,7 @@ def _compare(fraction: float, num_passes: int) -> tuple[Arms, Arms]:
         for arm, chosen, passes in (
             ("coreset", mine, float(num_passes)),
             ("random", chance, num_passes),
+            ("random_once", _once(chance), num_passes),
             ("random_same_work", chance, work),
             ("full_equal", whole, num_passes),
             ("full", whole, num_passes / fraction),
@@ -98,6 +99,11 @@ def _greedy(data: Labelled, fraction: float, seed: int) -> Chosen:
 def _by_chance(data: Labelled, fraction: float, seed: int) -> Chosen:
     num_picks = round(fraction * len(data.y_N))
     return lambda _params, epoch: choose_by_chance(data.y_N, num_picks, seed=rng.key(seed, "chance", epoch))
+
+
+def _once(chosen: Chosen) -> Chosen:
+    """The choice of epoch 0, whatever the epoch."""
+    return lambda params, _epoch: chosen(params, 0)
 
 
 def train(data: Labelled, chosen: Chosen, *, num_gradients: int, seed: int) -> Params:
