@@ -254,7 +254,7 @@ class JobSpec(Spec):
         self._check_chunks()
         self._check_vocabulary()
         self.model.check_microbatch(self.batch.microbatch_samples, self.data.sequence_tokens)
-        self.parallel.tensor.check(self.model)
+        self.parallel.tensor.check(self.model, self.batch.microbatch_samples)
         if self.plan.splits:
             self._check_split()
         if self.budget.hours is not None and self.aggregation.walkers.are_lines:

@@ -88,12 +88,25 @@ class DecoderModel(AnyModel):
         return math.gcd(shape.num_key_value_heads, shape.intermediate_size)
 
     def shared(self, size: int) -> Self:
-        shape = decoder_shape(self)
         assert self.tensor_divisor % size == 0
-        part = {name: getattr(shape, name) // size for name in self.divided}
+        return self._divided(size, self.divided)
+
+    @property
+    def grid_sizes(self) -> Mapping[str, int]:
+        if self.shape is None and self.preset is None:
+            return {}
+        shape = decoder_shape(self)
+        return {name: getattr(shape, name) for name in (*self.divided, "hidden_size")}
+
+    def gridded(self, side: int) -> Self:
+        return self._divided(side, tuple(self.grid_sizes))
+
+    def _divided(self, num: int, names: tuple[str, ...]) -> Self:
+        shape = decoder_shape(self)
+        part = {name: getattr(shape, name) // num for name in names}
         part["head_dim"] = shape.head_features
         made = self.model_copy(update={"preset": None, "shape": shape.model_copy(update=part)})
-        return made if size > 1 else self
+        return made if num > 1 else self
 
     @property
     def vocab_size(self) -> int:

@@ -128,6 +128,16 @@ class AnyModel(Spec):
         """Experts of each block, of which each device that shares blocks has some whole; 0: it has none."""
         return 0
 
+    @property
+    def grid_sizes(self) -> Mapping[str, int]:
+        """Sizes that q must divide for q times q devices to share every block in two dimensions; none: they cannot."""
+        return {}
+
+    def gridded(self, side: int) -> Self:
+        """Model whose blocks have the sizes that one of `side` times `side` devices has of each."""
+        assert side == 1, f"models of family {self.family} are not shared in two dimensions"
+        return self
+
     def shared(self, size: int) -> Self:
         """Model whose blocks are the share that one of `size` devices has of each; all else is whole."""
         assert size == 1, f"models of family {self.family} are not shared"

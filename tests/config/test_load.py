@@ -334,6 +334,62 @@ def test_devices_share_blocks_that_divide_among_them(model: str, size: str, mist
         parse_job(text, origin="job.yaml")
 
 
+SQUARE = "{num_attention_heads: 4, num_key_value_heads: 4, intermediate_size: 704, hidden_size: 256}"
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "mistake"),
+    [
+        (f"{{family: llama, shape: {SQUARE}}}", "{form: 2d}", ""),
+        (f"{{family: llama, shape: {SQUARE}}}", "{form: 2d, size: 4}", ""),
+        (f"{{family: llama, shape: {SQUARE}}}", "{form: auto, size: 4}", ""),
+        (
+            f"{{family: llama, shape: {SQUARE}}}",
+            "{form: 2d, size: 6}",
+            "parallel.tensor.size: 6: form 2d takes a square: give 4, 9, 16, or auto",
+        ),
+        (
+            f"{{family: llama, shape: {SQUARE}}}",
+            "{form: 2d, size: 9}",
+            "parallel.tensor.form: '2d': 3 x 3 devices do not divide num_attention_heads (4), num_key_value_heads (4), "
+            "intermediate_size (704), hidden_size (256), batch.microbatch_samples (4): give a size that does, or 1d",
+        ),
+        (
+            "{family: llama, shape: {num_key_value_heads: 1}}",
+            "{form: 2d}",
+            "parallel.tensor.form: '2d': 2 x 2 devices do not divide num_key_value_heads (1): "
+            "give a size that does, or 1d",
+        ),
+        (
+            f"{{family: llama, shape: {SQUARE}}}",
+            "{form: 2d, sequence_parallel: true}",
+            "parallel.tensor.sequence_parallel: True: in form 2d samples and features are in blocks: "
+            "give auto, or false",
+        ),
+        (
+            "{family: mixtral, preset: mixtral-1m}",
+            "{form: 2d}",
+            "parallel.tensor.form: '2d': blocks of family mixtral as given are not computed in blocks: "
+            "give auto, or 1d",
+        ),
+    ],
+)
+def test_squares_of_devices_share_what_they_divide(model: str, tensor: str, mistake: str) -> None:
+    text = f"{re.sub('model:.*', f'model: {model}', GOOD)}\nparallel: {{tensor: {tensor}}}"
+    if mistake:
+        assert mistakes(text) == [mistake]
+    else:
+        parse_job(text, origin="job.yaml")
+
+
+def test_shards_of_a_vocabulary_are_not_in_blocks() -> None:
+    text = re.sub("model:.*", f"model: {{family: llama, shape: {SQUARE}}}", GOOD)
+    assert mistakes(f"{text}\nparallel: {{tensor: {{form: 2d}}, vocabulary: {{split: output}}}}") == [
+        "parallel.tensor.form: '2d': shards of the vocabulary are whole on each device: "
+        "give 1d, or parallel.vocabulary.split: off"
+    ]
+
+
 def test_sequences_are_in_parts_only_where_devices_share_blocks() -> None:
     text = re.sub("model:.*", "model: {family: mixtral, preset: mixtral-1m}", GOOD)
     tensor = "parallel: {tensor: {sequence_parallel: %s}}"

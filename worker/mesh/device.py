@@ -8,6 +8,7 @@ Rules of this file
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -19,7 +20,9 @@ from skein.config.mesh.tensor import MeshForm
 from skein.errors import LocalError
 from skein.plan.pieces.lanes import Pieces
 from worker.compute.payload import GRADIENTS, LABELS, WEIGHTS, crossed, crossing
-from worker.mesh.forms.cuts import cut_of, is_in_parts
+from worker.mesh.forms.boundary import LOSS, tells
+from worker.mesh.forms.cuts import cut_of
+from worker.mesh.forms.grid import Grid, GridShare
 from worker.mesh.forms.sequence import SequenceShare
 from worker.mesh.frames import (
     AddUpAsk,
@@ -46,9 +49,6 @@ from worker.model.pending import Pending, add_up
 from worker.model.sparse.layer import SparseMlp
 from worker.model.stage import empty_stage
 from worker.probe import measure_device
-
-LOSS = "loss"
-"""Name of a loss among the tensors of an answer."""
 
 Answered = tuple[DeviceAnswer, Mapping[str, Tensor]]
 
@@ -88,6 +88,8 @@ class DeviceShare:
         self._index = index
         self._device = device
         self._group: DeviceGroup | None = None
+        self._lines: tuple[DeviceGroup, DeviceGroup] | None = None
+        """Devices of this one's row, and of its column."""
         self._traffic = CollectiveCount()
         self._meter = Meter(is_timed=device.type == "cpu")
         self._kept = _Kept()
@@ -139,27 +141,27 @@ class DeviceShare:
         )
 
     def _form(self, asked: GroupAsk) -> None:
-        self._group = None
-        if self._index >= asked.size or asked.size == 1:
+        self._group, self._lines, form = None, None, asked.form
+        if self._index >= form.size or form.size == 1:
             return
-        self._group = DeviceGroup.met(
-            self._device,
-            Path(asked.folder),
-            epoch=asked.epoch,
-            index=self._index,
-            size=asked.size,
-            traffic=self._traffic,
+        meet = partial(
+            DeviceGroup.met, self._device, Path(asked.folder), epoch=asked.epoch, traffic=self._traffic
         )
+        if not form.is_grid:
+            self._group = meet(index=self._index, size=form.size)
+            return
+        row, column = divmod(self._index, form.side)
+        of_row = meet(index=column, size=form.side, name=f"row{row}")
+        self._lines = of_row, meet(index=row, size=form.side, name=f"column{column}")
 
     def _build(self, asked: StageAsk) -> None:
         job = read_spec(asked.job)
         share = WHOLE
-        if self._group is not None:
-            kind = SequenceShare if asked.form.in_sequence else Share
-            share = kind(self._group, parameter_dtype(job.precision))
+        if asked.form.size > 1:
+            share = self._share(asked.form, parameter_dtype(job.precision))
             share.meter = self._meter
         stage = empty_stage(
-            job.model.shared(share.size),
+            asked.form.share_of(job.model),
             asked.spec,
             sequence_tokens=asked.form.padded_tokens(job.data.sequence_tokens),
             precision=job.precision,
@@ -171,6 +173,13 @@ class DeviceShare:
         self._kept.stages[asked.chunk] = stage
         self._kept.forms[asked.chunk] = asked.form
         self._kept.shares[asked.chunk] = share
+
+    def _share(self, form: MeshForm, dtype: torch.dtype) -> Share:
+        if form.is_grid:
+            assert self._lines is not None, "a stage in blocks without rows and columns of devices"
+            return GridShare(Grid(*self._lines, dtype))
+        assert self._group is not None, "a stage in parts without a group of devices"
+        return SequenceShare(self._group, dtype) if form.in_sequence else Share(self._group, dtype)
 
     @torch.no_grad()
     def _load(self, asked: LoadAsk, tensors: Mapping[str, Tensor]) -> None:
@@ -228,7 +237,7 @@ class DeviceShare:
 
     def _told(self, tensors: Mapping[str, Tensor], form: MeshForm) -> Mapping[str, Tensor]:
         """Tensors for the answer: what all devices have equal is told by the first."""
-        return {name: x for name, x in tensors.items() if self._index == 0 or is_in_parts(name, x, form)}
+        return {name: x for name, x in tensors.items() if tells(name, x, form, self._index)}
 
     # --- sums ---
 

@@ -41,12 +41,12 @@ class SpeedAsk(Spec):
 
 
 class GroupAsk(Spec):
-    """Form the group that sums are taken in, of the first `size` devices; it meets in `folder`, under `epoch`."""
+    """Form the groups in which so many devices share stages in this form; they meet in `folder`, under `epoch`."""
 
     kind: Literal["form"] = "form"
     folder: str
     epoch: int
-    size: int
+    form: MeshForm
 
 
 class StageAsk(Spec):

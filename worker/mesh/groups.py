@@ -14,7 +14,7 @@ from typing import Protocol, Self, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, FileStore, PrefixStore, Work
+from torch._C._distributed_c10d import Backend, BroadcastOptions, FileStore, PrefixStore, ReduceOptions, Work
 from torch.distributed import ProcessGroupGloo
 
 from skein.errors import LocalError
@@ -28,6 +28,8 @@ _WORDS = {
     Collective.SUM: "a sum",
     Collective.GATHER: "gathering",
     Collective.SCATTER: "a scattered sum",
+    Collective.SPREAD: "spreading",
+    Collective.REDUCE: "a reduced sum",
     Collective.EXCHANGE: "an exchange",
 }
 
@@ -60,6 +62,10 @@ class _Collectives(Protocol):
 
     def allreduce(self, tensors: list[Tensor]) -> Work: ...
 
+    def broadcast(self, tensors: list[Tensor], options: BroadcastOptions) -> Work: ...
+
+    def reduce(self, tensors: list[Tensor], options: ReduceOptions) -> Work: ...
+
     def _allgather_base(self, whole: Tensor, part: Tensor) -> Work: ...
 
     def _reduce_scatter_base(self, part: Tensor, whole: Tensor) -> Work: ...
@@ -88,9 +94,10 @@ class DeviceGroup:
         index: int,
         size: int,
         traffic: CollectiveCount,
+        name: str = "all",
     ) -> Self:
-        """The group of the first `size` devices, once all have met in `folder`; nothing there is needed then."""
-        store = PrefixStore(f"e{epoch}", FileStore(str(folder / "store"), size))
+        """The group of so many devices, once all have met in `folder` under this name; nothing there is needed then."""
+        store = PrefixStore(f"e{epoch}", FileStore(str(folder / name), size))
         backend = cast(_Collectives, _BACKENDS[device.type](store, index, size))
         group = cls(backend, index, size, traffic)
         # Connections are made by the first sum.
@@ -128,6 +135,28 @@ class DeviceGroup:
         with self._counted(Collective.SCATTER, part.numel() * (self.size - 1)):
             self._backend._reduce_scatter_base(part, whole).wait()
         return part
+
+    def spread(self, tensor: Tensor, origin: int) -> None:
+        """Make of a contiguous tensor that of the device with this index.
+
+        Raises:
+            SumBrokenError: a device is gone.
+        """
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = origin, 0
+        with self._counted(Collective.SPREAD, tensor.numel() * (self.index != origin)):
+            self._backend.broadcast([tensor], options).wait()
+
+    def reduce(self, tensor: Tensor, target: int) -> None:
+        """Make of a contiguous tensor the sum of all at the device with this index; of others' nothing is left.
+
+        Raises:
+            SumBrokenError: a device is gone.
+        """
+        options = ReduceOptions()
+        options.rootRank = target
+        with self._counted(Collective.REDUCE, tensor.numel() * (self.index != target)):
+            self._backend.reduce([tensor], options).wait()
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> ArrivingRows:
         """Begin to send so many of the contiguous rows to each device, in order, and to receive so many from each.

@@ -20,6 +20,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from skein.config.mesh.tensor import MeshForm
 from skein.plan.pieces.lanes import Pieces
 from skein.topology.fleet import Profile
 from worker.mesh.frames import (
@@ -77,7 +78,7 @@ class Mesh:
         """In how many tokens go to experts on other devices; None: chosen by measured times."""
         self._least_patience_s = least_patience_s
         self._clock = clock
-        self._size = 1
+        self._formed = MeshForm(size=1)
         self._epochs = itertools.count(1)
         self._numbers = itertools.count(1)
         self._longest_s: dict[tuple[object, ...], float] = {_DROPPING: 0.0}
@@ -114,22 +115,23 @@ class Mesh:
 
     # --- on torch's thread ---
 
-    def form(self, size: int) -> None:
-        """Let the first so many devices share what is built from now on.
+    def form(self, form: MeshForm) -> None:
+        """Let the first devices share what is built from now on in this form.
 
         Raises:
             MeshLostError: a device is lost.
         """
-        if size == self._size:
+        formed = form.model_copy(update={"in_sequence": False})
+        if formed == self._formed:
             return
         # Only its owner can look into it, and nobody needs it once all have met.
         folder = Path(tempfile.mkdtemp(prefix="skein-mesh-"))
         try:
-            asked = GroupAsk(folder=str(folder), epoch=next(self._epochs), size=size)
+            asked = GroupAsk(folder=str(folder), epoch=next(self._epochs), form=form)
             self._exchange([(asked, {})] * len(self.devices))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        self._size = size
+        self._formed = formed
 
     def ask(self, size: int, asked: Asked, tensors: Mapping[str, Tensor] | None = None) -> Answers:
         """Ask the first `size` devices the same; their answers, in order.

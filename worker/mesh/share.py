@@ -18,6 +18,9 @@ from torch.autograd.function import FunctionCtx
 from skein.plan.pieces.lanes import Pieces
 from worker.mesh.forms.cuts import portion_of
 from worker.mesh.pieces.meter import Meter
+from worker.model.ops import embedding, linear, rms_norm
+from worker.model.pending import Tray
+from worker.model.vocabulary import looked_up, merged, scored
 
 
 class Arriving(Protocol):
@@ -81,7 +84,7 @@ class Share:
         """The tensors of all devices, in their order, along a new first dim; each has the gradient of its own."""
         if self._group is None:
             return x[None]
-        placed = x.new_zeros((self.size, *x.shape))
+        placed = x.new_zeros((self._group.size, *x.shape))
         placed[self._group.index] = x
         return _leave(placed, self)
 
@@ -102,6 +105,30 @@ class Share:
         """Rows from all devices, in their order, once they have come: `received` of each, for so many `sent` to it."""
         assert self._group is not None
         return self._group.exchange(rows, sent, received)
+
+    # --- functions with parameters; 1-D ones are each device's own ---
+
+    def product(self, x: Tensor, weight: Tensor, tray: Tray) -> Tensor:
+        """`linear` of this device's part of the matrix."""
+        return linear(x, weight, tray)
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, tray: Tray) -> Tensor:
+        """`rms_norm` over all features."""
+        return rms_norm(x, weight, eps, dtype, tray)
+
+    def embedded(self, tokens_BT: Tensor, weight: Tensor, num_rows: int, tray: Tray) -> Tensor:
+        """Row of each token, of a matrix of `num_rows` of which this device has a part."""
+        if self._group is None:
+            return embedding(tokens_BT, weight, tray)
+        return self.leave(looked_up(tokens_BT, self.rows(num_rows), weight, tray))
+
+    def scores(
+        self, x: Tensor, labels_BT: Tensor, weight: Tensor, num_rows: int, dtype: torch.dtype, tray: Tray
+    ) -> Tensor:
+        """Scores over all rows of such a matrix, as of `worker.model.vocabulary`, with products in `dtype`."""
+        normed = self.enter(x.to(self._dtype))
+        own = scored(normed, labels_BT, dtype, self.rows(num_rows), weight, tray)
+        return merged(self.gathered(own))
 
     def parts(self, x: Tensor) -> Tensor:
         """The part of `x`, which all devices have, that goes from one layer to the next: all of it."""

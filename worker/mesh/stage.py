@@ -21,8 +21,8 @@ from skein.config.job import JobSpec
 from skein.plan.mesh.devices import chosen_form, device_load
 from skein.units import format_bytes
 from worker.compute.payload import DIFFERENTIABLE, GRADIENTS, crossed, crossing
-from worker.mesh.device import LOSS
-from worker.mesh.forms.cuts import BoundaryCut, cut_of, is_held
+from worker.mesh.forms.boundary import LOSS, BoundaryCut
+from worker.mesh.forms.cuts import cut_of, is_held
 from worker.mesh.frames import AddUpAsk, LoadAsk, ReturnAsk, StageAsk, SumsAsk, VisitAsk
 from worker.mesh.mesh import Mesh
 from worker.mesh.pieces.piecing import Piecing
@@ -154,7 +154,7 @@ class MeshStage:
         """Tensors with gradients that the stage makes of `given`; all that it makes goes into `tensors`, by name."""
         chunk = self._ready()
         sent = crossing(given.detached(), labels=labels)
-        boundary = BoundaryCut(self.form, given.hidden.shape[1] if given.hidden.dim() > 1 else 1)
+        boundary = BoundaryCut(self.form, *given.hidden.shape[:2])
         num_tokens = given.hidden.shape[:2].numel()
         ticket = _Ticket(self, self._mesh, boundary, num_tokens) if torch.is_grad_enabled() else None
         microbatch = self.junction.microbatch
@@ -171,7 +171,7 @@ class MeshStage:
         answer, found = answers[0][0], boundary.join([told for _, told in answers])
         self._piecing.observe(num_tokens, answer.metered, is_forward=True)
         tensors |= found
-        on_answer(answer.num_tokens)
+        on_answer(boundary.total([told.num_tokens for told, _ in answers]))
         if microbatch is not None:
             microbatch.losses += answer.balance_losses
             microbatch.num_choices += answer.num_choices
@@ -187,7 +187,7 @@ class MeshStage:
         """The chunk's number at the devices, which have the parameters as they are."""
         if self._chunk is None:
             self._tell_form()
-            self._mesh.form(self.form.size)
+            self._mesh.form(self.form)
             self._chunk = self._mesh.new_number()
             spec = self._module.stage
             self._mesh.ask(
@@ -219,7 +219,8 @@ class MeshStage:
         _log.log(level, "stage=%d on %s: %s", stage.index, self.form, sizes)
         num_devices, divisor = len(self._mesh.devices), self._job.model.tensor_divisor
         if self.form.size < num_devices:
-            why = f"parallel.tensor.size is {self._job.parallel.tensor.size}, blocks divide into {divisor} shares"
+            tensor = self._job.parallel.tensor
+            why = f"parallel.tensor has form {tensor.form}, size {tensor.size}; blocks divide into {divisor} shares"
             _log.warning(
                 "stage=%d uses %d of %d devices: %s",
                 stage.index,

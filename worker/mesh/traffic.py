@@ -14,6 +14,10 @@ class Collective(StrEnum):
     """All have the parts of all."""
     SCATTER = "scatter"
     """Each has its part of the sum."""
+    SPREAD = "spread"
+    """All have the tensor of one."""
+    REDUCE = "reduce"
+    """The sum is with one of them; what others send counts as elements of theirs."""
     EXCHANGE = "exchange"
     """Each has rows from each."""
 

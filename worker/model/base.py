@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -237,15 +237,23 @@ class Linear(nn.Module):
     """A matrix, and in some families a bias, in the dtype of its input."""
 
     def __init__(
-        self, num_inputs: int, num_outputs: int, dtype: torch.dtype, tray: Tray, *, has_bias: bool = False
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        dtype: torch.dtype,
+        tray: Tray,
+        *,
+        has_bias: bool = False,
+        product: Callable[[Tensor, Tensor, Tray], Tensor] = linear,
     ) -> None:
         super().__init__()
         self.tray = tray
+        self._product = product
         self.weight = empty_parameter(num_outputs, num_inputs, dtype=dtype)
         self.bias = empty_parameter(num_outputs, dtype=dtype) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight, self.tray)
+        y = self._product(x, self.weight, self.tray)
         return y if self.bias is None else biased(y, self.bias, self.tray)
 
 

@@ -3,6 +3,8 @@
 B batch, T tokens, D hidden features, H heads, F features of a head.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -13,9 +15,7 @@ from worker.mesh.share import WHOLE, Share
 from worker.model.base import IGNORED_LABEL, Linear, Stage, empty_parameter, parameter_dtype, product_dtype
 from worker.model.ops import (
     attend,
-    embedding,
     linear,
-    rms_norm,
     rotary_tables,
     rotate,
     swiglu,
@@ -24,21 +24,29 @@ from worker.model.ops import (
 from worker.model.pending import Tray
 from worker.model.sparse.junction import Junction
 from worker.model.sparse.layer import SparseMlp
-from worker.model.vocabulary import cross_entropy, looked_up, merged, scored
+from worker.model.vocabulary import cross_entropy
 
 
 class Norm(nn.Module):
     """Root mean square normalisation; its result is what matrix products take."""
 
-    def __init__(self, num_features: int, shape: DecoderShape, precision: Precision, tray: Tray) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        shape: DecoderShape,
+        precision: Precision,
+        tray: Tray,
+        share: Share = WHOLE,
+    ) -> None:
         super().__init__()
         self.tray = tray
+        self._share = share
         self.weight = empty_parameter(num_features, dtype=parameter_dtype(precision))
         self.eps = shape.rms_norm_eps
         self.dtype = product_dtype(precision)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.dtype, self.tray)
+        return self._share.normed(x, self.weight, self.eps, self.dtype, self.tray)
 
 
 class Embedding(nn.Module):
@@ -51,26 +59,28 @@ class Embedding(nn.Module):
         super().__init__()
         self.tray = tray
         self._share = share
-        self._rows = share.rows(shape.vocab_size)
-        self.weight = empty_parameter(len(self._rows), shape.hidden_size, dtype=dtype)
+        self._num_rows = shape.vocab_size
+        num_own = len(share.rows(self._num_rows))
+        self.weight = empty_parameter(num_own, shape.hidden_size, dtype=dtype)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        if self._share.size == 1:
-            return embedding(tokens_BT, self.weight, self.tray)
-        return self._share.leave(looked_up(tokens_BT, self._rows, self.weight, self.tray))
+        return self._share.embedded(tokens_BT, self.weight, self._num_rows, self.tray)
 
 
 class Attention(nn.Module):
     """Causal attention with rotary positions; groups of query heads share a key and a value head."""
 
-    def __init__(self, shape: DecoderShape, precision: Precision, tray: Tray) -> None:
+    def __init__(self, shape: DecoderShape, precision: Precision, tray: Tray, share: Share = WHOLE) -> None:
         super().__init__()
-        dtype, hidden, has_bias = parameter_dtype(precision), shape.hidden_size, shape.has_input_biases
+        dtype, hidden = parameter_dtype(precision), shape.hidden_size
+        inward = partial(
+            Linear, hidden, dtype=dtype, tray=tray, has_bias=shape.has_input_biases, product=share.product
+        )
         self.head_features = shape.head_features
-        self.q_proj = Linear(hidden, shape.attention_width, dtype, tray, has_bias=has_bias)
-        self.k_proj = Linear(hidden, shape.key_width, dtype, tray, has_bias=has_bias)
-        self.v_proj = Linear(hidden, shape.key_width, dtype, tray, has_bias=has_bias)
-        self.o_proj = Linear(shape.attention_width, hidden, dtype, tray)
+        self.q_proj = inward(shape.attention_width)
+        self.k_proj = inward(shape.key_width)
+        self.v_proj = inward(shape.key_width)
+        self.o_proj = Linear(shape.attention_width, hidden, dtype, tray, product=share.product)
         self.q_norm = Norm(self.head_features, shape, precision, tray) if shape.has_head_norms else None
         self.k_norm = Norm(self.head_features, shape, precision, tray) if shape.has_head_norms else None
 
@@ -89,11 +99,12 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU feed-forward."""
 
-    def __init__(self, shape: DecoderShape, dtype: torch.dtype, tray: Tray) -> None:
+    def __init__(self, shape: DecoderShape, dtype: torch.dtype, tray: Tray, share: Share = WHOLE) -> None:
         super().__init__()
-        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size, dtype, tray)
-        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, dtype, tray)
-        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, dtype, tray)
+        matrix = partial(Linear, dtype=dtype, tray=tray, product=share.product)
+        self.gate_proj = matrix(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = matrix(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = matrix(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
@@ -117,13 +128,13 @@ class Block(nn.Module):
         super().__init__()
         dtype, shape, experts = parameter_dtype(precision), decoder_shape(model), model.experts
         self._share = share
-        self.input_layernorm = Norm(shape.hidden_size, shape, precision, tray)
-        self.self_attn = Attention(shape, precision, tray)
-        self.post_attention_layernorm = Norm(shape.hidden_size, shape, precision, tray)
+        self.input_layernorm = Norm(shape.hidden_size, shape, precision, tray, share)
+        self.self_attn = Attention(shape, precision, tray, share)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape, precision, tray, share)
         self._fed = "mlp" if experts is None else experts.names.module
         feed: nn.Module
         if experts is None:
-            feed = Mlp(shape, dtype, tray)
+            feed = Mlp(shape, dtype, tray, share)
         else:
             feed = SparseMlp(experts, precision, tray, junction, share)
         self.add_module(self._fed, feed)
@@ -167,7 +178,6 @@ class DecoderStage(Stage):
         self.embeds = stage.first == 0
         self.shape = shape
         self._share = share
-        self._rows = share.rows(shape.vocab_size)
         self.model = Decoder()
         self.lm_head: Linear | None = None
         if self.embeds or (self.has_head and shape.tie_word_embeddings):
@@ -175,9 +185,9 @@ class DecoderStage(Stage):
         for layer in range(max(stage.first, 1), min(stage.stop, num_layers - 1)):
             self.model.layers[str(layer - 1)] = Block(model, precision, self.tray, self.junction, share)
         if self.has_head:
-            self.model.norm = Norm(shape.hidden_size, shape, precision, self.tray)
+            self.model.norm = Norm(shape.hidden_size, shape, precision, self.tray, share)
             if not shape.tie_word_embeddings:
-                self.lm_head = Linear(shape.hidden_size, len(self._rows), dtype, self.tray)
+                self.lm_head = Linear(shape.hidden_size, len(share.rows(shape.vocab_size)), dtype, self.tray)
         cos, sin = tables_of(shape, sequence_tokens, dtype)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -201,11 +211,11 @@ class DecoderStage(Stage):
             return super().loss(x, labels, weights)
         assert weights is None, "samples of text count alike"
         assert self.model.norm is not None, "this stage has no head"
-        wide, narrow = parameter_dtype(self.precision), product_dtype(self.precision)
         with self.autocast(x):
-            normed = self._share.enter(self.model.norm(self.body(x)).to(wide))
-            own = scored(normed, labels, narrow, self._rows, self._scorer.weight, self.tray)
-            total = cross_entropy(merged(self._share.gathered(own)), labels)
+            normed, narrow = self.model.norm(self.body(x)), product_dtype(self.precision)
+            num_rows = self.shape.vocab_size
+            scores = self._share.scores(normed, labels, self._scorer.weight, num_rows, narrow, self.tray)
+            total = cross_entropy(scores, labels)
         return total, int((labels != IGNORED_LABEL).sum())
 
     @property

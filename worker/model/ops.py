@@ -45,7 +45,7 @@ class _RmsNorm(Function):
         grad = grad.to(weight.dtype)
         unit = x.to(weight.dtype) * scale
         # Made now, for it is small, and what it is made of is not.
-        grad_weight = ctx.tray.gradient(weight, _as_made, (grad * unit).flatten(0, -2).sum(0))
+        grad_weight = ctx.tray.gradient(weight, as_made, (grad * unit).flatten(0, -2).sum(0))
         grad_unit = grad * weight
         along = torch.linalg.vecdot(grad_unit, unit).unsqueeze(-1) / x.shape[-1]
         return grad_unit.sub_(unit.mul_(along)).mul_(scale).to(x.dtype), grad_weight, None, None, None
@@ -127,7 +127,8 @@ class _GoneBack(Function):
         return None, *ctx.grads
 
 
-def _as_made(_parameter: Tensor, gradient: Tensor) -> Tensor:
+def as_made(_parameter: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient that was made at once, for it is small, and what it is made of is not."""
     return gradient
 
 

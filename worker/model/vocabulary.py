@@ -96,6 +96,27 @@ def scored(
     return _score(x_BTH, scores_BT2, weight_RH, labels_BT, scoring, tray)[1]
 
 
+def block_scores(logits_BTR: Tensor, labels_BT: Tensor, rows: range) -> Tensor:
+    """Scores, as of `Rows.score`, of these rows alone, from their logits in the dtype of parameters, which are kept."""
+    return _block_scores(logits_BTR, labels_BT, rows)
+
+
+def rows_found(tokens_BT: Tensor, rows: range, weight_RH: Tensor) -> Tensor:
+    """Row of each token that is among these rows, 0 for others, in a new tensor; torch is told no gradient."""
+    columns_BT = _columns(tokens_BT, rows)
+    found_BTH = functional.embedding(columns_BT.clamp(min=0), weight_RH)
+    return found_BTH.masked_fill_((columns_BT < 0)[..., None], 0)
+
+
+def rows_added(rows: range, grad_BTH: Tensor, tokens_BT: Tensor) -> Tensor:
+    """Gradient of these rows, of that of what was looked up."""
+    # A row more takes what is of other tokens.
+    num_rows, columns_BT = len(rows), _columns(tokens_BT, rows)
+    columns_BT = columns_BT.where(columns_BT >= 0, num_rows)
+    made: Tensor = torch.ops.aten.embedding_dense_backward(grad_BTH, columns_BT, num_rows + 1, -1, False)
+    return made[:-1]
+
+
 def merged(scores_DBT2: Tensor) -> Tensor:
     """Scores over all rows, of those of D devices over each one's own."""
     normaliser_BT, label_BT = scores_DBT2[..., 0].logsumexp(0), scores_DBT2[..., 1].sum(0)
@@ -124,10 +145,7 @@ class _Scoring:
         self, weight_RH: Tensor, x_BTH: Tensor, scores_BT2: Tensor, grad_BT2: Tensor, labels_BT: Tensor
     ) -> Tensor:
         """Gradient of the logits, in the dtype of products, of the scores as they were passed on and their gradient."""
-        error_BTR = self.logits(weight_RH, x_BTH).sub_(scores_BT2[..., :1]).exp_().mul_(grad_BT2[..., :1])
-        columns_BT = _columns(labels_BT, self.rows)
-        own_BT = grad_BT2[..., 1].masked_fill(columns_BT < 0, 0)
-        error_BTR.scatter_add_(-1, columns_BT.clamp(min=0)[..., None], own_BT[..., None])
+        error_BTR = _error(self.logits(weight_RH, x_BTH), scores_BT2, grad_BT2, labels_BT, self.rows)
         # Rounded with the label taken off, as for the whole matrix: what is left of a likely token is small.
         return error_BTR.to(self.dtype)
 
@@ -148,15 +166,31 @@ class _Embed(Function):
     ) -> Tensor:
         ctx.save_for_backward(weight_RH, tokens_BT)
         ctx.rows, ctx.tray = rows, tray
-        columns_BT = _columns(tokens_BT, rows)
-        found_BTH = functional.embedding(columns_BT.clamp(min=0), weight_RH)
-        return x_BTH + found_BTH.masked_fill_((columns_BT < 0)[..., None], 0)
+        return x_BTH + rows_found(tokens_BT, rows, weight_RH)
 
     @staticmethod
     def backward(ctx: _Context, grad_BTH: Tensor) -> tuple[Tensor | None, ...]:
         weight_RH, tokens_BT = ctx.saved_tensors
         made = partial(_rows_here, rows=ctx.rows)
         return grad_BTH, ctx.tray.gradient(weight_RH, made, grad_BTH, tokens_BT), None, None, None
+
+
+class _BlockScores(Function):
+    """Keeps the logits, and the scores that it makes of them."""
+
+    @staticmethod
+    def forward(ctx: _Context, logits_BTR: Tensor, labels_BT: Tensor, rows: range) -> Tensor:
+        columns_BT = _columns(labels_BT, rows)
+        own_BT = logits_BTR.gather(-1, columns_BT.clamp(min=0)[..., None]).squeeze(-1)
+        made_BT2 = torch.stack((logits_BTR.logsumexp(-1), own_BT.masked_fill_(columns_BT < 0, 0)), -1)
+        ctx.save_for_backward(logits_BTR, made_BT2, labels_BT)
+        ctx.rows = rows
+        return made_BT2
+
+    @staticmethod
+    def backward(ctx: _Context, grad_BT2: Tensor) -> tuple[Tensor, None, None]:
+        logits_BTR, made_BT2, labels_BT = ctx.saved_tensors
+        return _error(logits_BTR.clone(), made_BT2, grad_BT2, labels_BT, ctx.rows), None, None
 
 
 class _Score(Function):
@@ -199,6 +233,16 @@ class _Score(Function):
         return grad_BTH, grad_before_BT2, grad_RH, None, None, None
 
 
+def _error(
+    logits_BTR: Tensor, scores_BT2: Tensor, grad_BT2: Tensor, labels_BT: Tensor, rows: range
+) -> Tensor:
+    """Gradient of the logits, in their place."""
+    error_BTR = logits_BTR.sub_(scores_BT2[..., :1]).exp_().mul_(grad_BT2[..., :1])
+    columns_BT = _columns(labels_BT, rows)
+    own_BT = grad_BT2[..., 1].masked_fill(columns_BT < 0, 0)
+    return error_BTR.scatter_add_(-1, columns_BT.clamp(min=0)[..., None], own_BT[..., None])
+
+
 def _columns(tokens_BT: Tensor, rows: range) -> Tensor:
     """Place of each token among the rows; -1 where it is not, as no ignored label is."""
     columns_BT = tokens_BT - rows.start
@@ -210,14 +254,11 @@ def _scored(weight_RH: Tensor, error_BTR: Tensor, x_BTH: Tensor) -> Tensor:
     return matrix_gradient(weight_RH, error_BTR, x_BTH.to(error_BTR.dtype))
 
 
-def _rows_here(weight_RH: Tensor, grad_BTH: Tensor, tokens_BT: Tensor, *, rows: range) -> Tensor:
-    # A row more takes what is of other tokens.
-    num_rows, columns_BT = len(weight_RH), _columns(tokens_BT, rows)
-    columns_BT = columns_BT.where(columns_BT >= 0, num_rows)
-    made: Tensor = torch.ops.aten.embedding_dense_backward(grad_BTH, columns_BT, num_rows + 1, -1, False)
-    return made[:-1]
+def _rows_here(_weight: Tensor, grad_BTH: Tensor, tokens_BT: Tensor, *, rows: range) -> Tensor:
+    return rows_added(rows, grad_BTH, tokens_BT)
 
 
 # torch leaves `apply` without types.
 _embed: Callable[..., Tensor] = _Embed.apply
 _score: Callable[..., tuple[Tensor, Tensor]] = _Score.apply
+_block_scores: Callable[[Tensor, Tensor, range], Tensor] = _BlockScores.apply

@@ -77,6 +77,10 @@ class SparseModel(DecoderModel):
         return max(size for size in range(1, most + 1) if num_heads % size == 0)
 
     @property
+    def grid_sizes(self) -> Mapping[str, int]:
+        return {}
+
+    @property
     def is_spread(self) -> bool:
         return self.placement is ExpertPlacement.MESH
 

@@ -43,8 +43,8 @@ def device_load(job: JobSpec, stage: StageSpec, form: MeshForm) -> DeviceLoad:
 
     Of experts that are spread it is about that; what is exchanged for them is not counted.
     """
-    model = job.model.shared(form.size)
-    samples, word = job.batch.microbatch_samples, job.precision.word_bytes
+    model, word = form.share_of(job.model), job.precision.word_bytes
+    samples = -(-job.batch.microbatch_samples // form.side)
     tokens = job.data.sequence_tokens
     costs = layers_of(model, sequence_tokens=tokens, precision=job.precision)[stage.first : stage.stop]
     layers = model.layer_parameters()[stage.first : stage.stop]
@@ -56,7 +56,8 @@ def device_load(job: JobSpec, stage: StageSpec, form: MeshForm) -> DeviceLoad:
         of_layers = sum(x.activation_bytes for x in costs[: len(costs) - ends.has_head]) // tokens
         tokens = form.padded_tokens(tokens)
         kept_bytes = tokens * (of_layers + ends.kept_bytes)
-        received_bytes = samples * tokens * ends.received_bytes
+        traffic = _GridTraffic(ends=ends, num_tokens=samples * tokens) if form.is_grid else None
+        received_bytes = samples * tokens * ends.received_bytes if traffic is None else traffic.received_bytes
     return DeviceLoad(
         fixed_bytes=_DEVICE_COPIES * word * _num_held(held, form, model.num_experts),
         slot_bytes=samples * kept_bytes,
@@ -69,14 +70,15 @@ def chosen_form(
 ) -> MeshForm:
     """Form in which so many devices, with so much memory each, share a stage.
 
-    Of those that fit the one that carries least, and of those alike the first of `TensorSpec.forms_on`; where none
-    fits, the one that needs least memory.
+    Of those that fit the one that carries least, and of those alike the first of `TensorSpec.forms_on`; blocks only
+    where no other form fits. Where none does, the one that needs least memory.
     """
-    forms = list(job.parallel.tensor.forms_on(num_devices, job.model))
+    samples = job.batch.microbatch_samples
+    forms = list(job.parallel.tensor.forms_on(num_devices, job.model, samples))
     loads = {form: device_load(job, stage, form) for form in forms}
     fitting = [form for form in forms if loads[form].memory_bytes(slots) <= memory_bytes]
     if fitting:
-        return min(fitting, key=lambda form: loads[form].received_bytes)
+        return min(fitting, key=lambda form: (form.is_grid, loads[form].received_bytes))
     return min(forms, key=lambda form: loads[form].memory_bytes(slots))
 
 
@@ -106,6 +108,11 @@ class _Ends:
         return self.stage.first == 0 and self.model.vocabulary_split is not VocabularySplit.BOTH
 
     @property
+    def num_rows(self) -> int:
+        """Rows of the vocabulary that a device has at most."""
+        return -(-self.model.vocab_size // (self.form.side if self.form.is_grid else self.form.size))
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes of the head, or of the output; less what other devices have of norms' inputs and scales."""
         hidden, word, size = (
@@ -121,6 +128,10 @@ class _Ends:
             spared += self.num_blocks * experts.activation_bytes(self.job.precision) * (size - 1) // size
         if not self.has_head:
             return hidden * word // (size if self.form.in_sequence else 1) - spared
+        if self.form.is_grid:
+            # Logits of a block; its scores, those of the row with their normaliser, labels and a mask.
+            logits = self.num_rows * word + (NUM_SCORES + NUM_SCORES * self.form.side + 1) * word
+            return row + hidden * self.job.precision.product_bytes + logits + LABEL_BYTES + 1
         # The norm's result in the dtype of sums; own scores, those of all with their normaliser, labels and a mask.
         return row + hidden * word + (NUM_SCORES + NUM_SCORES * size + 1) * word + LABEL_BYTES + 1 - spared
 
@@ -135,13 +146,68 @@ class _Ends:
         return (numbers + scores) * (size - 1) // size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GridTraffic:
+    """Bytes that come to a device of a square, there and back; what it sends to be reduced elsewhere counts alike.
+
+    Of each product a device gets all but one block of both operands, and going back twice one of them and reduces the
+    other: (q - 1) / q**2 of the whole matrices each. Source: Xu et al., Optimus, 2021, Section 3.2, with the elements
+    that arrive in place of those of a tree of messages.
+    """
+
+    ends: _Ends
+    num_tokens: int
+
+    @property
+    def received_bytes(self) -> int:
+        others = self.ends.form.side - 1
+        num_norms = 2 * self.ends.num_blocks + self.ends.has_head
+        # Two sums over a row each, of a number of each token.
+        norms = num_norms * 2 * (2 * self.num_tokens * others // self.ends.form.side) * self._word
+        return self.ends.num_blocks * others * self._block_bytes + norms + self._vocabulary_bytes
+
+    @property
+    def _word(self) -> int:
+        return self.ends.job.precision.word_bytes
+
+    @property
+    def _product(self) -> int:
+        return self.ends.job.precision.product_bytes
+
+    @property
+    def _block_bytes(self) -> int:
+        shape = decoder_shape(self.ends.model)
+        hidden, wide, keys, inner = (
+            shape.hidden_size,
+            shape.attention_width,
+            shape.key_width,
+            shape.intermediate_size,
+        )
+        attention = ((hidden, wide), (hidden, keys), (hidden, keys), (wide, hidden))
+        products = (*attention, (hidden, inner), (hidden, inner), (inner, hidden))
+        numbers = sum((self.num_tokens + num_made) * num_taken for num_taken, num_made in products)
+        return numbers * (2 * self._product + self._word)
+
+    @property
+    def _vocabulary_bytes(self) -> int:
+        side, tokens, rows = self.ends.form.side, self.num_tokens, self.ends.num_rows
+        matrix = rows * decoder_shape(self.ends.model).hidden_size
+        lookup = self.ends.has_rows * (side - 1) * 2 * matrix * self._word
+        if not self.ends.has_head:
+            return lookup
+        logits = tokens * rows
+        head = (2 * logits + 2 * matrix) * self._product + (logits + matrix) * self._word
+        scores = 2 * (NUM_SCORES * side * tokens) * (side - 1) // side * self._word
+        return lookup + (side - 1) * head + scores
+
+
 def _num_held(held: Shapes, form: MeshForm, num_experts: int) -> int:
     """Numbers in all parameters of a device; the vocabulary is cut by rows, experts are whole on one device each."""
-    num_held = 0
+    num_held, num_cuts = 0, form.side if form.is_grid else form.size
     for name, sizes in held.items():
         num = math.prod(sizes)
         if name in _VOCABULARY:
-            num = -(-sizes[0] // form.size) * math.prod(sizes[1:])
+            num = -(-sizes[0] // num_cuts) * math.prod(sizes[1:])
         elif ".experts." in name:
             num = num * -(-num_experts // form.size) // num_experts
         num_held += num

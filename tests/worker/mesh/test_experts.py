@@ -230,4 +230,4 @@ def test_a_mesh_uses_as_many_devices_as_heads_and_experts_allow() -> None:
     with pytest.raises(
         UserError, match="with an expert for each device at least, divide into 1, 2: give one"
     ):
-        TensorSpec(size=4).check(few)
+        TensorSpec(size=4).check(few, 1)

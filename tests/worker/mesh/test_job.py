@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from skein.config.job import JobSpec
+from skein.config.mesh.tensor import TensorSpec
 from skein.model.sparse.experts import ExpertPlacement
 from skein.model.sparse.routing import RoutingSpec
 from skein.plan.pieces.lanes import Pieces
@@ -31,6 +32,20 @@ def curve(lab: Lab) -> list[float]:
     """Loss and norm of each step, and the loss of an evaluation."""
     steps = [lab.step(step) for step in range(NUM_STEPS)]
     return [x for step in steps for x in (step.loss, step.gradient_norm)] + [lab.evaluate(NUM_STEPS, 2)]
+
+
+def test_a_mesh_in_blocks_and_single_devices_step_alike(labs: list[Lab], text: Path) -> None:
+    job = tiny_job(text, replicas=2, is_tied=True)
+    tensor = TensorSpec(form="2d", size=4)
+    job = job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": tensor})})
+    mesh = Mesh(["cpu"] * 4)
+    try:
+        labs += [Lab(job, meshes=meshes) for meshes in ({}, {"w00": mesh})]
+        wanted, found = [curve(lab) for lab in labs]
+        assert mesh.traffic.counts[Collective.SPREAD] > 0
+    finally:
+        mesh.close()
+    assert found == pytest.approx(wanted, rel=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.plan.mesh.devices import chosen_form, device_load
 from skein.types import Precision, StageIndex, StageSpec
 from worker.mesh.device import DeviceShare
-from worker.mesh.forms.cuts import BoundaryCut
+from worker.mesh.forms.boundary import BoundaryCut
 from worker.mesh.frames import GroupAsk, ReturnAsk, StageAsk, VisitAsk
 
 CPU = torch.device("cpu")
@@ -72,13 +72,13 @@ def held_by_each(job: JobSpec, stage: StageSpec, form: MeshForm, folder: Path) -
     scores = stage.stop == 5
     given = {"x": hidden if stage.first else tokens} | ({"labels": tokens} if scores else {})
     # As they arrive: each in memory of its own.
-    cut = BoundaryCut(form, NUM_TOKENS).cut(given)
+    cut = BoundaryCut(form, NUM_SAMPLES, NUM_TOKENS).cut(given)
     sent = [{name: x.clone() for name, x in part.items()} for part in cut]
     asked = VisitAsk(chunk=1, ticket=2, follows=stage.first > 0, scores=scores, num_valid=None)
 
     def act(index: int) -> tuple[int, int, int]:
         share = DeviceShare(index, CPU)
-        share.carry_out(GroupAsk(folder=str(folder), epoch=1, size=form.size), {})
+        share.carry_out(GroupAsk(folder=str(folder), epoch=1, form=form), {})
         spec = (stage.index, stage.first, stage.stop)
         share.carry_out(StageAsk(chunk=1, job=job.model_dump_json(), stage=spec, form=form), {})
         held = share._kept.stages[1]
@@ -106,7 +106,14 @@ def held_by_each(job: JobSpec, stage: StageSpec, form: MeshForm, folder: Path) -
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    "form", [MeshForm(size=2), MeshForm(size=4), MeshForm(size=4, in_sequence=True)], ids=str
+    "form",
+    [
+        MeshForm(size=2),
+        MeshForm(size=4),
+        MeshForm(size=4, in_sequence=True),
+        MeshForm(size=4, is_grid=True),
+    ],
+    ids=str,
 )
 def test_a_device_holds_what_is_planned(
     tmp_path: Path, form: MeshForm, stage: str, precision: Precision
@@ -119,7 +126,11 @@ def test_a_device_holds_what_is_planned(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("form", [MeshForm(size=2), MeshForm(size=4, in_sequence=True)], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [MeshForm(size=2), MeshForm(size=4, in_sequence=True), MeshForm(size=4, is_grid=True)],
+    ids=str,
+)
 def test_what_comes_to_a_device_is_planned(tmp_path: Path, form: MeshForm, stage: str) -> None:
     job = job_of(Precision.FP32)
     load = device_load(job, STAGES[stage], form)
@@ -135,7 +146,10 @@ AMPLE = 10**9
     [
         ({}, 48, AMPLE, MeshForm(size=4, in_sequence=True)),
         ({"size": 2}, 48, AMPLE, MeshForm(size=2, in_sequence=True)),
-        ({"sequence_parallel": False}, 48, 0, MeshForm(size=4)),
+        ({"sequence_parallel": False}, 48, AMPLE, MeshForm(size=4)),
+        ({"form": "1d"}, 48, 0, MeshForm(size=4, in_sequence=True)),
+        ({"form": "2d"}, 48, AMPLE, MeshForm(size=4, is_grid=True)),
+        ({}, 48, 0, MeshForm(size=4, is_grid=True)),
         ({"sequence_parallel": True}, 46, AMPLE, MeshForm(size=4, in_sequence=True)),
         ({"sequence_parallel": True, "size": 1}, 48, 0, MeshForm(size=1)),
     ],

@@ -4,20 +4,44 @@ Outside of a mesh tensors are whole. Each device has its part of a matrix, some 
 cut; the sums of gradients are put together again under the same names.
 """
 
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import assert_never
 
-from torch import Tensor, cat
-from torch.nn import functional
+from torch import Tensor
 
 from skein.config.mesh.tensor import MeshForm
-from worker.compute.payload import GRADIENT, HIDDEN, LABELS, SCORES, SCORES_GRADIENT, TOKENS
-from worker.model.base import IGNORED_LABEL
 
 
-class ShareCut(StrEnum):
+class AnyCut(StrEnum):
+    """Part of a parameter that each device of a mesh has."""
+
+    @abstractmethod
+    def pieces(self, index: int, size: int) -> Sequence[tuple[int, int, int]]:
+        """Dims that are cut, with the place of the part that a device has, and the number of parts."""
+
+    @property
+    def comes_from_all(self) -> bool:
+        """Whether what a device has of the gradient is no other's; else all have the same."""
+        return True
+
+    def part(self, whole: Tensor, index: int, size: int) -> Tensor:
+        """A view of what the device with this index of `size` has of `whole`."""
+        for dim, place, num in self.pieces(index, size):
+            own = portion_of(whole.shape[dim], place, num)
+            whole = whole.narrow(dim, own.start, len(own))
+        return whole
+
+    def add(self, whole: Tensor, given: Sequence[Tensor]) -> None:
+        """Add the devices' gradients, in the order of the devices, to the whole tensor's."""
+        for index, gradient in enumerate(given):
+            self.part(whole, index, len(given)).add_(gradient)
+
+
+class ShareCut(AnyCut):
     """Part of a parameter that a device has; of `PARTIAL` all, with a part of its gradient only.
 
     Those of `ONE` one device has, and no other knows of.
@@ -29,27 +53,41 @@ class ShareCut(StrEnum):
     PARTIAL = "partial"
     ONE = "one"
 
-    def part(self, whole: Tensor, index: int, size: int) -> Tensor:
-        """A view of what the device with this index of `size` has of `whole`."""
-        if self.dim is None:
-            return whole
-        own = portion_of(whole.shape[self.dim], index, size)
-        return whole.narrow(self.dim, own.start, len(own))
-
-    @property
-    def dim(self) -> int | None:
-        """The dim that is cut."""
-        return {ShareCut.ROWS: 0, ShareCut.COLUMNS: 1}.get(self)
+    def pieces(self, index: int, size: int) -> Sequence[tuple[int, int, int]]:
+        dim = {ShareCut.ROWS: 0, ShareCut.COLUMNS: 1}.get(self)
+        return () if dim is None else ((dim, index, size),)
 
     @property
     def comes_from_all(self) -> bool:
-        """Whether what a device has of the gradient is no other's; else all have the same."""
         return self is not ShareCut.SAME
 
-    def add(self, whole: Tensor, given: Sequence[Tensor]) -> None:
-        """Add the devices' gradients, in the order of the devices, to the whole tensor's."""
-        for index, gradient in enumerate(given):
-            self.part(whole, index, len(given)).add_(gradient)
+
+class BlockCut(AnyCut):
+    """Block of a parameter that a device in row i and column j of a square has; gradients are of its own samples.
+
+    `MATRIX` is of a linear function, with rows by j and columns by i, `LOOKUP` over a vocabulary, with rows by i and
+    columns by j, `FEATURES` a vector by j; of `WHOLE` all have all.
+    """
+
+    MATRIX = "matrix"
+    LOOKUP = "lookup"
+    FEATURES = "features"
+    WHOLE = "whole"
+
+    def pieces(self, index: int, size: int) -> Sequence[tuple[int, int, int]]:
+        side = math.isqrt(size)
+        row, column = divmod(index, side)
+        match self:
+            case BlockCut.MATRIX:
+                return (0, column, side), (1, row, side)
+            case BlockCut.LOOKUP:
+                return (0, row, side), (1, column, side)
+            case BlockCut.FEATURES:
+                return ((0, column, side),)
+            case BlockCut.WHOLE:
+                return ()
+            case _:
+                assert_never(self)
 
 
 _CUTS = {
@@ -88,7 +126,16 @@ _NORMS = re.compile(r"model\.(layers\.\d+\.\w+_layernorm|norm)\.weight")
 """Norms of what goes on from one half of a block to the next."""
 
 
-def cut_of(name: str, form: MeshForm) -> ShareCut:
+_BLOCKS = {
+    r".*_proj\.weight": BlockCut.MATRIX,
+    r".*(_proj\.bias|layernorm\.weight)": BlockCut.FEATURES,
+    r".*self_attn\.[qk]_norm\.weight": BlockCut.WHOLE,
+    r"model\.norm\.weight": BlockCut.FEATURES,
+    r"model\.embed_tokens\.weight|lm_head\.weight": BlockCut.LOOKUP,
+}
+
+
+def cut_of(name: str, form: MeshForm) -> AnyCut:
     """Cut of the parameter of this name in this form.
 
     >>> two, in_parts = MeshForm(size=2), MeshForm(size=2, in_sequence=True)
@@ -98,6 +145,8 @@ def cut_of(name: str, form: MeshForm) -> ShareCut:
     <ShareCut.PARTIAL: 'partial'>
     """
     found = _IN_BLOCK.fullmatch(name)
+    if form.is_grid:
+        return next(cut for pattern, cut in _BLOCKS.items() if re.fullmatch(pattern, name))
     if form.size == 1:
         return ShareCut.SAME
     if form.in_sequence and _NORMS.fullmatch(name):
@@ -105,57 +154,4 @@ def cut_of(name: str, form: MeshForm) -> ShareCut:
         return ShareCut.PARTIAL
     if found is None:
         return ShareCut.ROWS if name in _VOCABULARY else ShareCut.SAME
-    return next((cut for form, cut in _CUTS.items() if re.fullmatch(form, found[1])), ShareCut.SAME)
-
-
-_IN_PARTS = (HIDDEN, GRADIENT)
-"""Tensors that each device has a part of, where sequences are in parts."""
-_OVER_TOKENS: Mapping[str, float] = {
-    HIDDEN: 0,
-    GRADIENT: 0,
-    TOKENS: 0,
-    SCORES: 0,
-    SCORES_GRADIENT: 0,
-    LABELS: IGNORED_LABEL,
-}
-"""Tensors with a dim of tokens, the second, and what is put after the last one."""
-
-
-@dataclass(frozen=True, slots=True)
-class BoundaryCut:
-    """Cut of what enters and leaves a stage with sequences of `num_tokens`: whole outside of the mesh."""
-
-    form: MeshForm
-    num_tokens: int
-
-    def cut(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The tensors that each device is given of these."""
-        padded = {name: self._padded(name, x) for name, x in tensors.items()}
-        return [
-            {name: self._part(name, x, index) for name, x in padded.items()}
-            for index in range(self.form.size)
-        ]
-
-    def join(self, told: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The whole tensors that the devices have told of: the first one all, others their parts."""
-        return {name: self._joined(name, [x[name] for x in told if name in x]) for name in told[0]}
-
-    def _padded(self, name: str, x: Tensor) -> Tensor:
-        num_more = self.form.padded_tokens(self.num_tokens) - self.num_tokens
-        if not num_more or name not in _OVER_TOKENS:
-            return x
-        return functional.pad(x, (0, 0) * (x.dim() - 2) + (0, num_more), value=_OVER_TOKENS[name])
-
-    def _part(self, name: str, x: Tensor, index: int) -> Tensor:
-        return x.chunk(self.form.size, 1)[index] if is_in_parts(name, x, self.form) else x
-
-    def _joined(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        whole = cat(list(parts), 1) if is_in_parts(name, parts[0], self.form) else parts[0]
-        if not self.form.in_sequence or name not in _OVER_TOKENS:
-            return whole
-        return whole[:, : self.num_tokens].contiguous()
-
-
-def is_in_parts(name: str, x: Tensor, form: MeshForm) -> bool:
-    """Whether each device has a part of a tensor that enters or leaves a stage; raw samples are whole on all."""
-    return form.in_sequence and name in _IN_PARTS and x.is_floating_point()
+    return next((cut for pattern, cut in _CUTS.items() if re.fullmatch(pattern, found[1])), ShareCut.SAME)

@@ -1,0 +1,98 @@
+"""Stages in blocks over two times two devices, in real processes over gloo, against the same stages on one device."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from skein.config.job import JobSpec
+from skein.config.mesh.tensor import MeshForm, TensorSpec
+from skein.model.layers import AnyModel
+from tests.worker.mesh.test_stage import assert_same_sums, counted, job_of, sums, zeroed
+from tests.worker.model.builders import MODELS, NUM_TOKENS, assert_near, part, samples, whole
+from worker.mesh.mesh import Mesh
+from worker.mesh.stage import MeshStage
+from worker.mesh.traffic import Collective
+from worker.model.base import Crossing
+from worker.model.pending import add_up
+
+# Sums of the same float64 numbers in another order, through two blocks and a loss.
+ROUNDING = 1e-12
+FAMILIES = ["no_groups", "tied", "wide_heads", "qwen2", "qwen3", "mistral"]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Mesh]:
+    mesh = Mesh(["cpu"] * 4)
+    yield mesh
+    mesh.close()
+
+
+def grid_job(model: AnyModel) -> JobSpec:
+    job = job_of(model, 1)
+    tensor = TensorSpec(size=4, form="2d")
+    return job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": tensor})})
+
+
+@pytest.mark.parametrize("num_samples", [4, 3])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_blocks_together_give_the_loss_and_gradients_of_one_device(
+    four: Mesh, name: str, num_samples: int
+) -> None:
+    model = MODELS[name]
+    alone, shared = zeroed(whole(model)), zeroed(whole(model))
+    stage = MeshStage(four, grid_job(model), shared)
+    assert stage.form == MeshForm(size=4, is_grid=True)
+    x, labels = samples(model, num_samples)
+    for _ in range(2):
+        wanted, num_valid = alone.score(Crossing(x), labels)
+        torch.autograd.backward(wanted)
+        found, num_found = stage.score(Crossing(x), labels)
+        torch.autograd.backward(found)
+        assert num_found == num_valid
+        assert_near(found.detach(), wanted.detach(), tolerance=ROUNDING)
+    stage.gather_sums()
+    assert_same_sums(shared, alone)
+    with torch.no_grad():
+        for module in (alone, shared):
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.01)
+        after, _ = stage.score(Crossing(x), labels)
+        assert_near(after, alone.score(Crossing(x), labels)[0], tolerance=ROUNDING)
+
+
+@pytest.mark.parametrize("puts_aside", [False, True])
+def test_a_block_costs_two_spread_blocks_of_each_product_and_a_sum_of_each_norm(
+    four: Mesh, puts_aside: bool
+) -> None:
+    model = MODELS["no_groups"]
+    inner, alone = zeroed(part(model, 1, 3)), zeroed(part(model, 1, 3))
+    stage = MeshStage(four, grid_job(model), inner)
+    x = torch.randn(4, NUM_TOKENS, 32, dtype=torch.float64)
+    given, other = (Crossing(x.clone()).followed(is_sample=False) for _ in range(2))
+    before = counted(four)
+    y = stage.onward(given, None)
+    num_products, num_norms = 7 * 2, 2 * 2
+    assert counted(four, before) == {Collective.SPREAD: 4 * num_products, Collective.SUM: num_norms}
+    before = counted(four)
+    wanted = alone.onward(other, None)
+    torch.autograd.backward(wanted.differentiable, [torch.ones_like(wanted.hidden)])
+    if puts_aside:
+        aside = stage.put_aside(y.differentiable, [torch.ones_like(y.hidden)])
+        stage.gather_sums()
+        assert all(not gradient.any() for gradient in sums(inner).values())
+        add_up(aside)
+    else:
+        torch.autograd.backward(y.differentiable, [torch.ones_like(y.hidden)])
+    back = {
+        Collective.SPREAD: 4 * num_products,
+        Collective.REDUCE: 4 * num_products,
+        Collective.SUM: num_norms,
+    }
+    assert counted(four, before) == back
+    assert other.hidden.grad is not None
+    assert_near(y.hidden.detach(), wanted.hidden.detach(), tolerance=ROUNDING)
+    assert_near(given.hidden.grad, other.hidden.grad, tolerance=ROUNDING)
+    stage.gather_sums()
+    assert_same_sums(inner, alone)
