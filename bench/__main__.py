@@ -11,6 +11,7 @@ NAMES = (
     "hostile",
     "lying",
     "overhead",
+    "pieces",
     "plan",
     "recovery",
     "relay",

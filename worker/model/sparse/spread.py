@@ -175,7 +175,7 @@ class _Collected:
         return self._whole
 
 
-def _there_and_back(
+def there_and_back(
     rows_SD: Tensor,
     pieces: Sequence[Piece],
     share: Share,
@@ -240,7 +240,7 @@ class _Spread(Function):
                 whole.add(piece, part)
             return y_PD
 
-        y_SD = _there_and_back(x_SD, rows.pieces(share.pieces.forward), share, compute)
+        y_SD = there_and_back(x_SD, rows.pieces(share.pieces.forward), share, compute)
         ctx.save_for_backward(x_RD.whole, gate_RO.whole, up_RO.whole, *weights)
         ctx.rows, ctx.num_pieces, ctx.share, ctx.tray = rows, share.pieces.backward, share, tray
         return y_SD
@@ -265,7 +265,7 @@ class _Spread(Function):
             made.extend(_weight_gradients(kept, grads, weights, num_rows, ctx.tray))
 
         pieces = ctx.rows.pieces(ctx.num_pieces)
-        grad_x_SD = _there_and_back(grad_SD.contiguous(), pieces, ctx.share, compute, add_weights)
+        grad_x_SD = there_and_back(grad_SD.contiguous(), pieces, ctx.share, compute, add_weights)
         return grad_x_SD, None, None, None, *made
 
 
