@@ -14,11 +14,12 @@ from skein.plan.changing.clauses import Clause
 from skein.plan.changing.leeway import is_settled
 from skein.plan.changing.shards import shard_stages
 from skein.plan.load import spared_bytes, together_bytes
-from skein.plan.plan import Infeasible, Plan
+from skein.plan.mesh.room import FullestDevice, fullest_devices
+from skein.plan.plan import ChunkPlan, Infeasible, Plan
 from skein.plan.route.problem import Problem, Routing
 from skein.topology.doubts import LinkDoubt, questioned_links
 from skein.topology.fleet import Fleet
-from skein.types import StageSpec
+from skein.types import ChunkRef, StageIndex, StageSpec
 
 if TYPE_CHECKING:
     from client.planning.estimates import Estimate
@@ -67,6 +68,8 @@ class KnownProblem:
     cost_among: "Callable[[Sequence[Sequence[int]]], Estimate] | None" = None
     shards: tuple[int, ...] = ()
     settled: str = ""
+    fullest: "Callable[[Mapping[int, Mapping[int, int]]], Mapping[int, FullestDevice]] | None" = None
+    """Memory of the fullest device of each mesh, by the microbatches that each worker holds at each stage."""
 
     @property
     def searched(self) -> Problem:
@@ -148,6 +151,19 @@ def _fleet_case(text: str, origin: str, objective: Objective, budget_s: float | 
         everywhere = [*by_stage, by_stage[0]] if plan.layout.comes_back else by_stage
         return estimate_of_holders(job, fleet, plan.stages, everywhere)
 
+    def fullest(held: Mapping[int, Mapping[int, int]]) -> Mapping[int, FullestDevice]:
+        chunks = [
+            ChunkPlan(
+                chunk=ChunkRef(stage=StageIndex(stage), worker=fleet.workers[worker].worker),
+                slots=max(1, slots),
+            )
+            for worker, stages in held.items()
+            for stage, slots in stages.items()
+        ]
+        places = {x.worker: place for place, x in enumerate(fleet.workers)}
+        found = fullest_devices(job, fleet, plan.stages, chunks)
+        return {places[x.worker]: x for x in found}
+
     return KnownProblem(
         problem=posed.problem if job.aggregation.walkers.sum_every_step else without_reduction(posed.problem),
         objective=objective,
@@ -160,6 +176,7 @@ def _fleet_case(text: str, origin: str, objective: Objective, budget_s: float | 
         cost_among=cost_among,
         shards=tuple(sorted(shard_stages(job.model, plan.stages))),
         settled="; ".join(map(str, why)),
+        fullest=fullest,
     )
 
 

@@ -1,6 +1,6 @@
 """A plan explained: everything that `skein plan` says about it, as values."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from client.planning.case import KnownProblem, without_reduction
 from client.planning.estimates import Estimate
 from client.planning.members import PortfolioStanding
 from client.planning.messages import SEARCH, Bounded, Objective, PlanFound
+from skein.plan.mesh.room import FullestDevice
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.problem import Problem, Routing, Timeline
 from skein.plan.route.room import peak_held
@@ -74,7 +75,8 @@ class WorkerRow:
     """Stages, memory and work of a worker.
 
     `held` microbatches at most, of its `slots`; `held_bytes` with parameters and all, of its `memory_bytes`, None where
-    nobody said; `busy_s` at work in a step.
+    nobody said; `busy_s` at work in a step. Of a mesh the fullest of `num_devices` needs `device_bytes` of its
+    `device_room_bytes`.
     """
 
     worker: str
@@ -84,6 +86,9 @@ class WorkerRow:
     held_bytes: int | None
     memory_bytes: int | None
     busy_s: float
+    num_devices: int = 1
+    device_bytes: int | None = None
+    device_room_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,11 +269,11 @@ def _bound(bound: Bounded, predicted_s: float) -> BoundRow:
 
 def _workers(case: KnownProblem, problem: Problem, routing: Routing) -> tuple[WorkerRow, ...]:
     peak, busy_s = peak_held(problem, routing), _busy_s(problem, routing)
-    memory = case.memory
+    memory, fullest = case.memory, _fullest(case, problem, routing)
     rows = []
     for worker, name in enumerate(case.names):
         chunks = np.flatnonzero(routing.worker_of == worker)
-        stages = problem.stage_of[chunks]
+        stages, device = problem.stage_of[chunks], fullest.get(worker)
         rows.append(
             WorkerRow(
                 worker=name,
@@ -280,9 +285,22 @@ def _workers(case: KnownProblem, problem: Problem, routing: Routing) -> tuple[Wo
                 else memory.held_bytes(stages.tolist(), peak[chunks].tolist()),
                 memory_bytes=None if memory is None else memory.worker_bytes[worker],
                 busy_s=busy_s[worker],
+                num_devices=1 if device is None else device.num_devices,
+                device_bytes=None if device is None else device.needed_bytes,
+                device_room_bytes=None if device is None else device.room_bytes,
             )
         )
     return tuple(rows)
+
+
+def _fullest(case: KnownProblem, problem: Problem, routing: Routing) -> Mapping[int, FullestDevice]:
+    """The fullest device of each mesh, by the place of its worker."""
+    if case.fullest is None:
+        return {}
+    held: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    for chunk, num in enumerate(peak_held(problem, routing).tolist()):
+        held[int(routing.worker_of[chunk])][int(problem.stage_of[chunk])] = int(num)
+    return case.fullest(held)
 
 
 def _busy_s(problem: Problem, routing: Routing) -> list[float]:

@@ -111,6 +111,10 @@ def _workers(report: Report) -> Iterator[str]:
         for row in report.workers
     ]
     yield from table(("WORKER", "STAGES", "SLOTS", "MEMORY", "BUSY"), rows)
+    for row in report.workers:
+        if row.device_bytes is not None:
+            held = _memory(row.device_bytes, row.device_room_bytes)
+            yield f"{row.worker}: the fullest of its {row.num_devices} devices holds {held}"
 
 
 def _memory(held_bytes: int | None, memory_bytes: int | None) -> str:

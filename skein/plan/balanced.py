@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -51,6 +52,7 @@ from skein.plan.load import (
     stage_loads,
     together_bytes,
 )
+from skein.plan.mesh.room import refused_without_mesh, within_devices
 from skein.plan.order import ascending_schedules
 from skein.plan.paths import find_paths, find_skipping_paths, split_at, widest_jump
 from skein.plan.place import Demand, Pool, Seating, of_use, reseat, seat
@@ -81,10 +83,8 @@ def make_balanced_plan(
     """
     if not fleet.workers:
         return Infeasible(reason="no worker is alive")
-    # A mesh that came back with one device goes on; it is a job's beginning that must not be what nobody meant.
-    if previous is None and job.model.is_spread and all(x.profile.num_devices == 1 for x in fleet.workers):
-        hint = "no worker has several devices: start one with --devices, or give stage"
-        return Infeasible(reason=str(UserError("model.placement", "mesh", hint)))
+    if previous is None and (refused := refused_without_mesh(job, fleet)) is not None:
+        return refused
     if not is_settled(job):
         plans = [(x, make_balanced_plan(x, fleet, previous, seed)) for x in settlings(job, previous)]
         _, best = min(plans, key=lambda x: weighed_s(x[0], x[1]) if isinstance(x[1], Plan) else math.inf)
@@ -94,6 +94,11 @@ def make_balanced_plan(
         return Infeasible(
             reason=f"leaving stages out in rotation jumps {jump} at once: skip.max_jump is {most}"
         )
+    return within_devices(job, fleet, partial(balanced_on, job, previous))[1]
+
+
+def balanced_on(job: JobSpec, previous: Plan | None, fleet: Fleet) -> Plan | Infeasible:
+    """The balanced plan of a settled job, whatever devices of meshes have room for."""
     try:
         even = cut_job(job)
     except UserError as error:

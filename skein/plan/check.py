@@ -9,6 +9,7 @@ from skein.plan.agreeing.exchange import Direct, Ring, Tree, is_tree
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.changing.leeway import settled
 from skein.plan.load import split_stages, stage_loads, together_bytes
+from skein.plan.mesh.room import fullest_devices
 from skein.plan.ops import Kept
 from skein.plan.order import left_undone, ops_of
 from skein.plan.plan import ChunkPlan, Group, Path, Plan, PlannedOp, Schedule
@@ -32,6 +33,7 @@ def violations(plan: Plan, job: JobSpec, fleet: Fleet) -> tuple[str, ...]:
         _groups(plan, job),
         _walkers(plan, job),
         _memory(plan, job, fleet),
+        _devices(plan, job, fleet),
         _figures(plan),
     )
     return tuple(sentence for sentences in found for sentence in sentences)
@@ -285,6 +287,11 @@ def _memory(plan: Plan, job: JobSpec, fleet: Fleet) -> Iterator[str]:
                 f"{worker.worker} needs {format_bytes(needed)} ({needed} bytes) "
                 f"and has {format_bytes(available)} ({available} bytes)"
             )
+
+
+def _devices(plan: Plan, job: JobSpec, fleet: Fleet) -> Iterator[str]:
+    known = [x for x in plan.chunks if 0 <= x.chunk.stage < len(plan.stages)]
+    return (str(x) for x in fullest_devices(job, fleet, plan.stages, known) if x.is_short)
 
 
 def _figures(plan: Plan) -> Iterator[str]:

@@ -9,12 +9,13 @@ Rules of this file
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from skein.config.job import JobSpec
-from skein.plan.balanced import and_more, make_balanced_plan, pool_of
+from skein.plan.balanced import and_more, balanced_on, make_balanced_plan, pool_of
 from skein.plan.changing.clauses import Clause
 from skein.plan.changing.leeway import beginning_ops, by_promise, settled, settlings, weighed_s
 from skein.plan.changing.moving import Held
@@ -26,6 +27,7 @@ from skein.plan.check import violations
 from skein.plan.clock.timing import op_times, with_times
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import stage_loads
+from skein.plan.mesh.room import fullest_devices, has_mesh, within_devices
 from skein.plan.paths import find_paths
 from skein.plan.place import Pool
 from skein.plan.plan import ChunkPlan, Infeasible, Path, Plan, PlannedOp, Schedule
@@ -192,7 +194,7 @@ def _begun_ways(
         if isinstance(balanced, Infeasible):
             refused.append((spec, balanced))
             continue
-        pool = pool_of(spec, fleet)
+        pool = pool_of(spec, _roomy(spec, fleet, previous))
         hunt = _Hunt(job=spec, fleet=fleet, pool=pool, seed=draws.seed, may_go_on=draws.may_go_on, held=held)
         # Of a job that leaves nothing open nothing is compared.
         plan = hunt.improved(balanced, 0.0) if len(every) > 1 else balanced
@@ -200,6 +202,11 @@ def _begun_ways(
         ways.append(_Way(hunt=hunt, plan=plan))
     left_s = max(0.0, budget_s - spent_ops / OPS_PER_S)
     return _Begun(ways=ways, refused=refused, num_left_out=num_left_out, left_s=left_s)
+
+
+def _roomy(job: JobSpec, fleet: Fleet, previous: Plan | None) -> Fleet:
+    """The fleet with meshes as large as the balanced plan may take them for."""
+    return within_devices(job, fleet, partial(balanced_on, job, previous))[0] if has_mesh(fleet) else fleet
 
 
 def _nearest(refused: Sequence[tuple[JobSpec, Infeasible]]) -> Infeasible:
@@ -256,7 +263,12 @@ class _Hunt:
 
     def found(self, balanced: Plan, previous: Plan | None) -> Plan:
         """A plan from nothing, or the one that follows `previous`."""
-        return self.begun(balanced) if previous is None else self.followed(balanced, previous)
+        plan = self.begun(balanced) if previous is None else self.followed(balanced, previous)
+        devices = fullest_devices(self.job, self.fleet, plan.stages, plan.chunks)
+        if not any(device.is_short for device in devices):
+            return plan
+        roomy = make_balanced_plan(self.job, self.fleet, previous, self.seed)
+        return roomy if isinstance(roomy, Plan) else plan
 
     def begun(self, balanced: Plan) -> Plan:
         """A plan from nothing, with equal stages or with those that suit who holds them."""

@@ -25,6 +25,7 @@ from skein.plan.plan import Plan
 from skein.plan.route.evaluate import timeline
 from skein.plan.route.portfolio import Portfolio, Role
 from skein.plan.searched import make_searched_plan
+from skein.units import format_bytes
 from tests.support.instances import instance, matrix
 from tests.support.plan_files import routing_in
 from tests.support.routing_rules import violations
@@ -158,10 +159,17 @@ def test_the_ends_of_a_tied_model_cost_the_same_in_every_line_and_that_of_the_pl
 
 
 def test_a_fleet_and_a_job_are_planned_for_the_whole_step() -> None:
-    found = reported(FLEET)
+    found = reported(FLEET.replace("{name: b1,", "{devices: 2, name: b1,"))
     assert (found.objective, found.num_microbatches) == ("step", 8)
     assert sorted(name for stage in found.placement for name in stage) == ["a1", "a2", "b1", "b2"]
     assert all(0 < (row.held_bytes or 0) <= (row.memory_bytes or 0) for row in found.workers)
+    assert [row.num_devices for row in found.workers] == [1, 1, 2, 1]
+    mesh = found.workers[2]
+    assert 0 < (mesh.device_bytes or 0) < (mesh.held_bytes or 0)
+    assert mesh.device_room_bytes == 4 * 10**9
+    (told,) = [line for line in report_lines(found, all_paths=False) if "fullest" in line]
+    assert "b1: the fullest of its 2 devices holds " in told
+    assert told.endswith(f" of {format_bytes(4 * 10**9)}")
 
 
 def test_what_aggregation_costs_is_told_of_a_fleet_and_of_no_instance() -> None:

@@ -19,6 +19,7 @@ from client.jobfile import prepare_job
 from skein.config.explain import Words, explain_mistakes
 from skein.config.job import JobSpec
 from skein.config.load import Document, JobFileErrors, job_from_document, parse_document
+from skein.config.mesh.tensor import MOST_DEVICES
 from skein.errors import UserError
 from skein.spec import Spec
 from skein.topology.fleet import Fleet, FleetWorker, Link, Profile, StageTime
@@ -80,6 +81,8 @@ class WorkerSpec(Spec):
     site: WorkerName
     flops_per_s: Annotated[float, Field(gt=0, le=1e18)]
     memory: Size
+    devices: Annotated[int, Field(ge=1, le=MOST_DEVICES)] = 1
+    """Devices of a mesh; `memory` is that of all together, evenly."""
     stage_times: Annotated[tuple[StageTimeSpec, ...], Field(max_length=512)] = ()
 
 
@@ -200,7 +203,10 @@ def _some(names: Sequence[str]) -> str:
 
 def _worker(spec: WorkerSpec) -> FleetWorker:
     profile = Profile(
-        device="given", device_name="", flops_per_s=spec.flops_per_s, memory_bytes=parse_bytes(spec.memory)
+        device=",".join(["given"] * spec.devices),
+        device_name="",
+        flops_per_s=spec.flops_per_s,
+        memory_bytes=parse_bytes(spec.memory),
     )
     return FleetWorker(worker=WorkerId(spec.name), site=SiteId(spec.site), profile=profile)
 

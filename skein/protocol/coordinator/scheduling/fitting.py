@@ -12,7 +12,7 @@ from skein.topology.fleet import Fleet
 from skein.types import JobId, WorkerId
 
 _NUM_KNOWN = 1024
-_Question = tuple[JobId, tuple[tuple[WorkerId, int], ...]]
+_Question = tuple[JobId, tuple[tuple[WorkerId, int, str], ...]]
 
 
 class Fitting:
@@ -29,7 +29,7 @@ class Fitting:
         if named and not any(named <= {*self._live[worker].hello.offers} for worker in workers):
             return f"none offers {', '.join(f'{OFFERED}{name}' for name in sorted(named))}"
         fleet = tuple(self._live[worker].fleet_worker for worker in sorted(workers))
-        question = job.job, tuple((x.worker, x.profile.memory_bytes) for x in fleet)
+        question = job.job, tuple((x.worker, x.profile.memory_bytes, x.profile.device) for x in fleet)
         if question not in self._known:
             made = make_balanced_plan(job.spec, Fleet(workers=fleet, links=()), None, 0)
             self._known[question] = made.reason if isinstance(made, Infeasible) else None
