@@ -127,3 +127,16 @@ def test_a_held_sweep_can_be_cancelled() -> None:
     insist(world, CancelAsked(job=SWEEP), JobState.CANCELLED)
     history = history_of(world)
     assert {history.state_of(job) for job in history.jobs[SWEEP].arrays} == {JobState.CANCELLED}
+
+
+@pytest.mark.parametrize("num_durable", range(1, 4))
+def test_a_resumption_that_is_recorded_in_part_only_goes_on_with_all_arrays(num_durable: int) -> None:
+    world = world_of()
+    run_until(world, lambda world: bool(curve_of(world.log, JobId("small-1-a1"))))
+    insist(world, PauseAsked(job=SWEEP), JobState.HELD)
+    run_until(world, lambda world: not world.is_appending)
+    world.tear_append(restarts_after_s=1.0, num_durable=num_durable)
+    world.tell(ResumeAsked(job=SWEEP))
+    run_until(world, lambda world: history_of(world).state_of(SWEEP) is None if world.is_up else False)
+    finish(world, about=f"{num_durable} durable")
+    check(world)

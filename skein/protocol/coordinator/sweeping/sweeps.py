@@ -7,7 +7,7 @@ Rules of this file
 - A sweep has no run. It ends, or is held, when all its arrays have.
 """
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 
 from skein.config.job import JobSpec
 from skein.config.sweep.trials import SweepTrial
@@ -23,6 +23,8 @@ from skein.types import DEFAULT_NAMESPACE, JobId, JobState
 
 _NUM_AHEAD = 2
 """Arrays that wait, so that a worker whose array has ended finds another."""
+_HALTED = (JobState.HELD, JobState.CANCELLED)
+"""States that an array comes to with its sweep only."""
 
 
 class Sweeps:
@@ -50,6 +52,9 @@ class Sweeps:
         if sweep.halt is not None:
             self._halt(sweep, active, now=now)
             return
+        # A coordinator may have died when it had recorded that the sweep goes on, and not of all its arrays.
+        if self._resume_arrays(sweep, _HALTED, now=now):
+            active = self._active(sweep)
         num_wanted = len(self._live) + _NUM_AHEAD - len(active)
         if active and num_wanted <= 0:
             return
@@ -119,7 +124,7 @@ class Sweeps:
                 was_at_rest = sweep.is_at_rest or sweep.halt is not None
                 lifecycle.resume_asked(sweep, event, quotas, self._out, now=now)
                 if was_at_rest and not sweep.is_at_rest and sweep.halt is None:
-                    self._resume_arrays(sweep, now=now)
+                    self._resume_arrays(sweep, (*_HALTED, JobState.FAILED), now=now)
             case _:
                 pass  # It is so already.
 
@@ -163,11 +168,14 @@ class Sweeps:
         else:
             self._out.record(JobHeld(job=sweep.job, reason=halt.reason, wall_s=now))
 
-    def _resume_arrays(self, sweep: JobHistory, *, now: float) -> None:
-        for array in (self._out.history.jobs[job] for job in sweep.arrays):
-            is_done = array.end is not None and array.end.state is JobState.FINISHED
-            if not is_done and (array.is_at_rest or array.halt is not None):
-                self._out.record(JobResumed(job=array.job, steps=None, wall_s=now))
+    def _resume_arrays(self, sweep: JobHistory, states: Sequence[JobState], *, now: float) -> bool:
+        """Have arrays go on that are in one of these states, or about to come to rest; whether there were any."""
+        history = self._out.history
+        arrays = [history.jobs[job] for job in sweep.arrays]
+        resumed = [x for x in arrays if x.halt is not None or history.state_of(x.job) in states]
+        for array in resumed:
+            self._out.record(JobResumed(job=array.job, steps=None, wall_s=now))
+        return bool(resumed)
 
 
 def _alone(trial: JobSpec) -> JobSpec:
