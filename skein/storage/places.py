@@ -12,6 +12,7 @@ import fsspec
 
 from skein.config.job import JobSpec
 from skein.config.location import SCHEMES, Location, parse_location, parse_offered
+from skein.config.sweep.trials import named, trials_of
 from skein.errors import UnfitError, UserError
 from skein.storage.folders import Folder, ObjectFolder, RootedFolder
 from skein.storage.roots import EVERYTHING, Roots
@@ -61,7 +62,9 @@ class Places:
         )
 
     def admit_job(self, job: JobSpec) -> None:
-        """Returns if all that the job names may be there, going by its text; nothing is opened.
+        """Returns if all that the job names may be there, and each trial of its sweep, going by its text.
+
+        Nothing is opened.
 
         Raises:
             UserError: something lies out of all roots, or is no place.
@@ -74,6 +77,11 @@ class Places:
                 raise self.data.outside(path, field=field)
         if job.checkpoint.url is not None:
             self.admit(job.checkpoint.url)
+        for trial in trials_of(job):
+            try:
+                self.admit_job(trial.job)
+            except UserError as error:
+                raise named(error, trial.number, trial.settings) from error
 
     def admit(self, url: str) -> Location:
         """Location that `url` names, if checkpoints may lie there by its text; nothing is opened.

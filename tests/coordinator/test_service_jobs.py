@@ -12,6 +12,7 @@ from grpc import StatusCode, aio
 from coordinator.service import jobs as jobs_service
 from coordinator.serving import Serving, ServingOptions
 from skein.config.aggregation import Gossip
+from skein.config.sweep.spec import SweepSpec, ValuesSpec
 from skein.errors import UserError
 from skein.protocol.log.records import JobEnded
 from skein.storage.places import Places
@@ -96,7 +97,12 @@ async def test_a_job_that_names_what_lies_out_of_the_roots_is_refused_at_submit(
     places = Places.of([tmp_path / "data"], [str(tmp_path / "kept")])
     running = await Serving.start(ServingOptions(state_dir=tmp_path / "state", places=places), plan_at_once)
     by_name = small_job().canonical_json().replace('"/corpus"', '"data://books"')
+    trial = SweepSpec(space={"data.sources[0].path": ValuesSpec(values=("data://books", "/etc/passwd"))})
+    swept = small_job(stages=1, replicas=1).model_copy(update={"sweep": trial}).canonical_json()
     outside = {
+        'trial 1 of sweep (data.sources[0].path: "/etc/passwd"), data.sources[0].path': swept.replace(
+            '"/corpus"', '"data://books"'
+        ),
         "checkpoint.url": stored_at("/etc/cron.d"),
         "data.sources[0].path": small_job().canonical_json().replace('"/corpus"', '"/etc/passwd"'),
     }
