@@ -88,6 +88,10 @@ def test_more_trials_or_keys_leave_draws_as_they_are() -> None:
             "sweep.num_trials: 2: there are 1 trials, whatever this says",
         ),
         (
+            "{search: random, num_trials: 2, space: {optimizer.eps: {uniform: [-1.0e+308, 1.0e+308]}}}",
+            "uniform: [-1e+308, 1e+308]: give bounds less far apart",
+        ),
+        (
             "{search: random, num_trials: 2, space: {optimizer.eps: {log_uniform: [0, 1]}}}",
             "log_uniform: [0.0, 1.0]: give the lower bound first, then a higher one, above 0",
         ),
@@ -127,6 +131,18 @@ def test_what_a_trial_may_not_be_is_refused_with_trial_key_and_value(text: str, 
     with pytest.raises(UserError) as refused:
         check_admissible(sweep(text))
     assert error in str(refused.value)
+
+
+def test_trials_that_would_not_fit_into_the_run_log_are_refused() -> None:
+    sources = ", ".join(f"{{format: text, path: /{'x' * 900}/{number}}}" for number in range(60))
+    job = sweep(
+        "{search: random, num_trials: 1000, space: {optimizer.learning_rate: {uniform: [0.1, 1]}}}",
+        job=JOB.replace("{format: digits}", sources).replace(
+            "{family: mlp, widths: [64, 32, 10]}", "{family: llama}"
+        ),
+    )
+    with pytest.raises(UserError, match=r"sweep: 1000 trials: each is a job of \d+ characters: give at most"):
+        trials_of(job)
 
 
 def test_a_sweep_over_stages_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from math import prod
+from math import isinf, prod
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, model_validator
@@ -56,6 +56,8 @@ class ValuesSpec(Spec):
             field = "uniform" if self.log_uniform is None else "log_uniform"
             lowest = "" if self.log_uniform is None else ", above 0"
             raise UserError(field, [low, high], f"give the lower bound first, then a higher one{lowest}")
+        if isinf(high - low):
+            raise UserError("uniform", [low, high], "give bounds less far apart")
         return self
 
     @property

@@ -25,6 +25,8 @@ from skein.errors import UserError
 
 Settings = Mapping[str, JsonValue]
 """Values by dotted key of a job."""
+_MOST_CHARACTERS = 1 << 25
+"""Of all trials of a sweep together, as the run log has them."""
 _KIND = "optimizer.name"
 """Key whose value says which other keys there are beside it."""
 
@@ -75,10 +77,15 @@ def trials_of(job: JobSpec) -> tuple[SweepTrial, ...]:
     return () if job.sweep is None else _trials(job.canonical_json())
 
 
-@lru_cache(maxsize=16)
+# Whoever lists jobs or goes on with sweeps asks for those of all of them.
+@lru_cache(maxsize=64)
 def _trials(text: str) -> tuple[SweepTrial, ...]:
     job = JobSpec.model_validate_json(text)
     assert job.sweep is not None, "only a sweep has trials"
+    if len(text) * job.sweep.size > _MOST_CHARACTERS:
+        most = _MOST_CHARACTERS // len(text)
+        hint = f"each is a job of {len(text)} characters: give at most {most}, or a smaller job"
+        raise UserError("sweep", Words(f"{job.sweep.size} trials"), hint)
     return tuple(_trial(job, number, found) for number, found in enumerate(settings_of(job.sweep)))
 
 
