@@ -1,6 +1,7 @@
 """A choice along the run: who is waited for, what is kept of it when somebody dies, and what is recorded."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from skein.numeric.coreset.distributed import Candidates
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import ChooseRows, Log, Outbox, RowsChosen, Send
+from skein.protocol.coordinator.runs.steps import selecting
 from skein.protocol.coordinator.runs.steps.selecting import GRACE_S, MOST_TRIES, Selecting
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import History, JobHistory
@@ -202,6 +204,47 @@ def test_who_cannot_pick_or_tells_nonsense_is_counted(bench: Bench) -> None:
     assert record.num_faults == 2
     lines = [x.words for x in bench.outbox.drain() if isinstance(x, Log)]
     assert any("rows of a are drawn by chance: MemoryError: of rows" in line for line in lines)
+
+
+# Of a release that is not ours.
+ODD = CandidatesPicked(
+    generation=GENERATION, version=Step(0), part=0, num_parts=2, ids=b"1234", factors=(b"1234",)
+)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        replace(ODD, groups=(0,), counts=(2**32 - 1,), factors=()),
+        replace(ODD, groups=(0, 1, 2), counts=(0, 0, 0)),
+        replace(ODD, part=2**31),
+    ],
+)
+def test_a_part_that_is_none_is_not_kept(bench: Bench, part: CandidatesPicked) -> None:
+    bench.begin()
+    bench.pick("a", parts=[part])
+    bench.pick("a")
+    for name in NAMES[1:]:
+        bench.pick(name)
+    asked = bench.asked()
+    assert asked is not None
+    assert isinstance(asked.proposed[WorkerId("a")], str)
+    assert list(asked.answer().chosen.faults) == [WorkerId("a")]
+
+
+def test_who_tells_of_too_much_pays_for_it_and_not_who_is_last(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selecting, "MOST_CANDIDATE_BYTES", 1 << 20)
+    bench.begin()
+    empty = CandidatesPicked(generation=GENERATION, version=Step(0), part=0, num_parts=1 << 20)
+    bench.pick("a", parts=[replace(empty, part=number) for number in range(2000)])
+    for name in NAMES[1:]:
+        bench.pick(name)
+    bench.pick("a", parts=[replace(empty, part=number) for number in range(2000, 2100)])
+    asked = bench.asked()
+    assert asked is not None
+    assert list(asked.answer().chosen.faults) == [WorkerId("a")]
 
 
 def test_a_choice_stays_where_too_many_rows_cannot_be_compared(bench: Bench) -> None:

@@ -26,7 +26,7 @@ from skein.errors import UserError
 Settings = Mapping[str, JsonValue]
 """Values by dotted key of a job."""
 _MOST_CHARACTERS = 1 << 25
-"""Of all trials of a sweep together, as the run log has them."""
+"""Characters of all jobs of a sweep together, as the run log has them."""
 _KIND = "optimizer.name"
 """Key whose value says which other keys there are beside it."""
 

@@ -18,7 +18,7 @@ from skein.config.data.coreset import CoresetSpec
 from skein.numeric.coreset.budgets import budgets
 from skein.numeric.coreset.choice import Choice
 from skein.numeric.coreset.distributed import Candidates, choose_among, propose
-from skein.numeric.coreset.features import Features, Ids
+from skein.numeric.coreset.features import Features, Ids, of_factors
 from skein.numeric.coreset.greedy import Greedy
 from skein.types import WorkerId
 
@@ -136,11 +136,14 @@ def choose_of_portions(
     widths = Counter(told).most_common(1)[0][0] if told else ()
     for name, portion in portions.items():
         found = proposed.get(name, "it did not pick")
-        fault = found if isinstance(found, str) else fault_of_candidates(found, portion.ids, widths)
+        fault = found if isinstance(found, str) else fault_of_candidates(found, portion.ids, widths, picking)
         if isinstance(found, str) or fault is not None:
             faults[name] = fault or ""
         else:
             good[name] = found
+    while good and len({group for x in good.values() for group in x.counts}) > picking.num_picks:
+        name = max(good, key=lambda name: (len(good[name].counts), name))
+        faults[name] = f"candidates of {len(good.pop(name).counts)} groups, and {picking.num_picks} picks"
     if not told:
         faults |= dict.fromkeys(good, "no row has features that are finite")
         good = {}
@@ -154,22 +157,29 @@ def choose_of_portions(
     )
 
 
-def fault_of_candidates(candidates: Candidates, ids: Ids, widths: tuple[int, ...]) -> str | None:
+def fault_of_candidates(
+    candidates: Candidates, ids: Ids, widths: tuple[int, ...], picking: Picking
+) -> str | None:
     """Reason for which a worker cannot have picked these of its rows; None: it may have.
 
     Args:
         ids: of its rows.
         widths: numbers of each factor of a row, as most workers have them.
     """
-    arrays = (candidates.sizes, *candidates.factors)
-    if any(len(x) != len(candidates.ids) for x in arrays) or len(candidates.groups) != len(candidates.ids):
+    arrays, num_candidates = (candidates.sizes, *candidates.factors), len(candidates.ids)
+    # Counts are added first: an array of the groups is as long as these say.
+    if any(len(x) != num_candidates for x in arrays) or sum(candidates.counts.values()) != num_candidates:
         return "candidates without groups, sizes or features"
+    if num_candidates > picking.num_picks:
+        return f"{num_candidates} candidates, and {picking.num_picks} picks"
     if len(candidates.ids) and (not widths or candidates.widths != widths):
         return f"features of {candidates.widths} numbers, others have {widths}"
     if len(np.unique(candidates.ids)) != len(candidates.ids) or not np.isin(candidates.ids, ids).all():
         return "candidates twice, or of rows that are not its own"
     if not all(np.isfinite(x).all() for x in arrays) or (candidates.sizes <= 0).any():
         return "sizes or features that are not finite"
+    if widths and not of_factors(tuple(x.astype(np.float64) for x in candidates.factors)).are_finite.all():
+        return "features too long to be compared"
     stands_for = float(candidates.sizes.sum(dtype=np.float64)) + candidates.num_set_aside
     if abs(stands_for - len(ids)) > _SLACK * len(ids):
         return f"candidates that stand for {stands_for:.0f} rows of {len(ids)}"

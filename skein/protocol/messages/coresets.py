@@ -113,6 +113,16 @@ def _part(
     )
 
 
+def fault_of_part(part: CandidatesPicked) -> str | None:
+    """Reason for which a part is none, without a look at its arrays; None: it may be one."""
+    num_rows = len(part.ids) // _IDS.itemsize
+    if part.part >= part.num_parts:
+        return f"part {part.part} of {part.num_parts}"
+    if len(part.groups) != len(part.counts) or 0 in part.counts or sum(part.counts) != num_rows:
+        return f"groups of {sum(part.counts)} candidates, with {num_rows} ids"
+    return None
+
+
 def candidates_of(parts: Sequence[CandidatesPicked]) -> Candidates:
     """The candidates that all parts of one worker, in order, are.
 
@@ -123,7 +133,7 @@ def candidates_of(parts: Sequence[CandidatesPicked]) -> Candidates:
         raise RemoteError(next(x.error for x in parts if x.error))
     counts: dict[int, int] = {}
     for part in parts:
-        for group, count in zip(part.groups, part.counts, strict=False):
+        for group, count in zip(part.groups, part.counts, strict=True):
             counts[group] = counts.get(group, 0) + count
     try:
         factors = tuple(np.concatenate(pieces) for pieces in zip(*map(_factors, parts), strict=True))

@@ -1,5 +1,6 @@
 """Choices over portions of rows, of which some are wanting: they stand for all, and are near the choice of one."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -127,7 +128,7 @@ def test_where_nothing_can_be_compared_chance_draws_of_all(names: tuple[WorkerId
     assert len(found.choice.ids) == NUM_PICKS
 
 
-LIES = {
+LIES: dict[str, Callable[[Candidates], Candidates]] = {
     "twice": lambda x: replace(x, ids=np.repeat(x.ids[:1], len(x.ids))),
     "of others": lambda x: replace(x, ids=x.ids + BLOCK),
     "inflated": lambda x: replace(x, sizes=x.sizes * 10),
@@ -136,6 +137,15 @@ LIES = {
     "too short": lambda x: replace(x, sizes=x.sizes[:-1]),
     "no features": lambda x: replace(x, factors=()),
     "other features": lambda x: replace(x, factors=(x.factors[0][:, :3],)),
+    "groups without rows": lambda x: replace(x, counts={0: 3 * len(x.ids)}),
+    "a group for each": lambda x: replace(x, counts=dict.fromkeys(range(9, 9 + len(x.ids)), 1)),
+    "all of its rows": lambda _: Candidates(
+        counts={0: NUM_ROWS // 4},
+        ids=portions()[NAMES[0]].ids.astype(np.int32),
+        sizes=np.ones(NUM_ROWS // 4, np.float32),
+        factors=(np.ones((NUM_ROWS // 4, 16), np.float32),),
+        num_set_aside=0,
+    ),
     "all set aside": lambda x: replace(x, num_set_aside=len(x.ids) + 10**6),
 }
 
@@ -151,6 +161,19 @@ def test_candidates_that_cannot_be_right_count_for_nothing(lie: str) -> None:
     assert found.choice.sizes[np.isin(found.choice.ids, own)].sum() == pytest.approx(len(own))
 
 
-def test_honest_candidates_have_no_fault() -> None:
-    here = proposed(picking())
-    assert all(fault_of_candidates(x, portions()[name].ids, x.widths) is None for name, x in here.items())
+@pytest.mark.parametrize(
+    "factors", [(), (np.full((NUM_PICKS, 2), 3e38, np.float32),) * 5], ids=["none", "too long"]
+)
+def test_features_that_nothing_can_be_compared_by_are_no_error(factors: tuple[np.ndarray, ...]) -> None:
+    asked = picking()
+    lie = replace(proposed(asked, num_workers=1)[NAMES[0]], factors=factors)
+    found = choose_of_portions(portions(1), {NAMES[0]: lie}, asked)
+    assert list(found.faults) == [NAMES[0]]
+    assert total(found) == pytest.approx(NUM_ROWS, rel=1e-6)  # sizes are float32
+
+
+@pytest.mark.parametrize("distributed", ["greedi", "local"])
+def test_honest_candidates_have_no_fault(distributed: str) -> None:
+    asked = picking(distributed)
+    for name, found in proposed(asked).items():
+        assert fault_of_candidates(found, portions()[name].ids, found.widths, asked) is None

@@ -7,6 +7,7 @@ Rules of this file
 - The second stage runs beside: until its answer comes nothing is awaited of workers.
 """
 
+from collections import Counter
 from dataclasses import replace
 from math import inf, isnan
 
@@ -25,6 +26,7 @@ from skein.protocol.messages.coresets import (
     CandidatesPicked,
     ToldChoice,
     candidates_of,
+    fault_of_part,
 )
 from skein.protocol.messages.directives import Evaluate, StepRecord, UseChoice
 from skein.protocol.messages.tensors import Phase
@@ -34,6 +36,8 @@ LATE_RATIO = 3.0
 GRACE_S = 5.0
 """A worker is late that takes so many times as long as the first half of all did, and so many seconds more."""
 MOST_TRIES = 3
+_PART_BYTES, _GROUP_BYTES = 512, 80
+"""Memory of a part that has nothing in it, and of a group's number and count."""
 
 
 class Selecting(RunPart):
@@ -49,7 +53,7 @@ class Selecting(RunPart):
         self._parts: dict[WorkerId, dict[int, CandidatesPicked]] = {}
         self._proposed: dict[WorkerId, Candidates | str] = {}
         self._gone: set[WorkerId] = set()
-        self._num_bytes = 0
+        self._num_bytes = Counter[WorkerId]()
         self._asked: int | None = None
 
     def is_due(self) -> bool:
@@ -86,22 +90,31 @@ class Selecting(RunPart):
         """Take a part of what a worker has picked; once nothing is wanting, choose among all."""
         if worker not in self._portions or report.version != self._version or self._asked is not None:
             return
+        if worker in self._proposed:
+            return  # What more it tells of is for nothing.
         parts = self._parts.setdefault(worker, {})
         parts[report.part] = report
-        self._num_bytes += _num_bytes(report)
-        if self._num_bytes > MOST_CANDIDATE_BYTES:
-            self._proposed[worker] = (
-                "too many candidates to keep: give a smaller fraction, or distributed: local"
+        self._num_bytes[worker] += _num_bytes(report)
+        if (fault := fault_of_part(report)) is not None:
+            self._refuse(worker, fault)
+        elif self._num_bytes.total() > MOST_CANDIDATE_BYTES:
+            # Whoever tells of most by far pays, not whoever is last.
+            heaviest = max(sorted(self._num_bytes), key=lambda name: self._num_bytes[name])
+            self._refuse(
+                heaviest, "too many candidates to keep: give a smaller fraction, or distributed: local"
             )
-            parts.clear()
-        elif len(parts) == report.num_parts:
+        if len(parts) == report.num_parts and worker not in self._proposed:
             self._proposed[worker] = _candidates([parts[i] for i in sorted(parts)])
-        else:
-            return
         if 2 * len(self._proposed) >= len(self._portions) and not self._half_s:
             self._half_s = now
         if not self._wanting():
             self._ask()
+
+    def _refuse(self, worker: WorkerId, why: str) -> None:
+        """Keep nothing of what a worker has told of."""
+        self._proposed[worker] = why
+        self._parts.pop(worker, None)
+        self._num_bytes.pop(worker, None)
 
     def late_at(self) -> float:
         """Time at which who has not picked is waited for no more."""
@@ -195,7 +208,7 @@ class Selecting(RunPart):
             for worker in wanting:
                 self._proposed[worker] = "it was lost"
         else:
-            self._portions, self._parts, self._proposed, self._num_bytes = {}, {}, {}, 0
+            self._drop()
 
     def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
         """A step is: nothing is being chosen."""
@@ -241,12 +254,18 @@ class Selecting(RunPart):
 
     def _forget(self) -> None:
         self._version = self._asked = None
-        self._num_tries = self._num_bytes = 0
+        self._num_tries = 0
+        self._drop()
+
+    def _drop(self) -> None:
         self._portions, self._parts, self._proposed = {}, {}, {}
+        self._num_bytes.clear()
 
 
 def _num_bytes(part: CandidatesPicked) -> int:
-    return len(part.ids) + len(part.sizes) + sum(map(len, part.factors))
+    """Memory that a part takes, numbers of groups as Python has them."""
+    arrays = (part.ids, part.sizes, *part.factors)
+    return _PART_BYTES + _GROUP_BYTES * len(part.groups) + len(part.error) + sum(map(len, arrays))
 
 
 def _candidates(parts: list[CandidatesPicked]) -> Candidates | str:
