@@ -32,7 +32,8 @@ def explain_mistakes(error: ValidationError, schema: Schema) -> list[UserError]:
     """
     book = _Book(schema)
     found = [book.mistake(details) for details in error.errors(include_url=False)]
-    return [mistake for mistake in found if mistake is not None]
+    # A value that fits none of several types is a mistake at each of them.
+    return list({str(mistake): mistake for mistake in found if mistake is not None}.values())
 
 
 class _Book:
@@ -79,6 +80,9 @@ class _Book:
             if isinstance(part, str) and part in mapping:
                 schema = mapping[part]
                 continue
+            if self._types(schema) and part not in _fields(schema):
+                # pydantic's name for one of the types that the field may have.
+                continue
             path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
             schema = self._inside(schema, part)
         return path, schema
@@ -105,6 +109,10 @@ class _Book:
         """The forms of a field that has several, by their name."""
         key = self._telling(schema)
         return dict(sorted((str(_fields(form)[key]["const"]), form) for form in self._options(schema)))
+
+    def _types(self, schema: Schema) -> list[Schema]:
+        """The types that a field may have beside null, if there are several."""
+        return [self._resolved(option) for option in cast("Sequence[Schema]", schema.get("anyOf", ()))]
 
     def _options(self, schema: Schema) -> list[Schema]:
         return [self._resolved(option) for option in cast("Sequence[Schema]", schema.get("oneOf", ()))]
@@ -153,6 +161,9 @@ class _Book:
             return f"{schema['const']}{suffix}"
         if "enum" in schema:
             return _either(_choices(schema)) + suffix
+        types = [self._wanted(one) for one in self._types(schema) if one.get("type") != "null"]
+        if types:
+            return _either(types) + suffix
         forms = self._forms(schema)
         if forms:
             return f"a mapping whose {self._telling(schema)} is {_either(forms)}{suffix}"

@@ -405,6 +405,14 @@ def test_sequences_are_in_parts_only_where_devices_share_blocks() -> None:
     parse_job(f"{text}\n{tensor % 'auto'}", origin="job.yaml")
 
 
+@pytest.mark.parametrize("given", ["0", "9", "many", "1.5", "null"])
+def test_a_field_of_several_types_is_refused_in_one_line(given: str) -> None:
+    shown = given if given in ("0", "9", "1.5", "null") else f"'{given}'"
+    assert mistakes(f"{GOOD}\nparallel: {{stages: 4, chunks: {given}}}") == [
+        f"parallel.chunks: {shown}: give a whole number from 1 to 8 or auto"
+    ]
+
+
 def test_chunks_neither_skip_nor_make_walkers() -> None:
     skipping = f"{GOOD}\nskip: {{ratio: 0.5}}\nparallel: {{stages: 4, chunks: 2}}"
     assert mistakes(skipping) == [
