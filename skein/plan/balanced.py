@@ -45,7 +45,7 @@ from skein.plan.cut import cut_job, cut_under_memory
 from skein.plan.groups import alternates_of, groups_of
 from skein.plan.load import (
     StageLoad,
-    moved_bytes,
+    brought_bytes,
     slots_within,
     spared_bytes,
     split_stages,
@@ -487,8 +487,7 @@ def _reasons(
         before = {plan.chunk for plan in previous.chunks}
         moved = sorted(chunk for chunk in slots if chunk not in before)
         if moved:
-            own = moved_bytes(loads, job.parallel.layout)
-            state = format_bytes(sum(own[chunk.stage] for chunk in moved))
+            state = format_bytes(brought_bytes(loads, job.parallel.layout, moved, slots))
             what = f"{state} of state: stage {moved[0].stage} to {moved[0].worker}{and_more(moved[1:])}"
             yield Clause(what, About.MOVES)
 

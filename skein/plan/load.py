@@ -2,7 +2,8 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -11,7 +12,7 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec, pending_bytes, stage_cost, tied_sizes
 from skein.topology.links import F64
-from skein.types import Layout, StageIndex, StageSpec
+from skein.types import ChunkRef, Layout, StageIndex, StageSpec, WorkerId
 
 _COPIES = 5
 """Copies of each parameter: itself, gradient, reduced gradient (an attempt leaves the gradient alone), two moments."""
@@ -75,12 +76,38 @@ def spared_bytes(loads: Sequence[StageLoad]) -> dict[tuple[int, int], int]:
     }
 
 
+def arriving_bytes(loads: Sequence[StageLoad], stage: int, beside: Iterable[int]) -> int:
+    """Bytes of state that a stage brings to a worker that has these others by then: what is tied comes once."""
+    there = {name for other in beside for name in loads[other].tied_bytes}
+    tied = sum(size for name, size in loads[stage].tied_bytes.items() if name in there)
+    return loads[stage].state_bytes - _STATE_COPIES * tied
+
+
 def moved_bytes(loads: Sequence[StageLoad], layout: Layout) -> tuple[int, ...]:
     """Bytes of state that each stage brings along; the head of `LOOP` goes with the first, which has what is tied."""
     own = [load.state_bytes for load in loads]
     if layout.comes_back:
-        own[-1] -= _STATE_COPIES * sum(loads[-1].tied_bytes.values())
+        own[-1] = arriving_bytes(loads, len(loads) - 1, [0])
     return tuple(own)
+
+
+def brought_bytes(
+    loads: Sequence[StageLoad], layout: Layout, moved: Iterable[ChunkRef], there: Iterable[ChunkRef]
+) -> int:
+    """Bytes of state that the chunks `moved` bring to their workers, with all that will be `there`.
+
+    Workers build the chunks of lower stages first, so what is tied comes with these.
+    """
+    own, stages_at = moved_bytes(loads, layout), defaultdict[WorkerId, list[int]](list)
+    for chunk in there:
+        stages_at[chunk.worker].append(chunk.stage)
+    return sum(
+        min(
+            own[chunk.stage],
+            arriving_bytes(loads, chunk.stage, [x for x in stages_at[chunk.worker] if x < chunk.stage]),
+        )
+        for chunk in moved
+    )
 
 
 def stage_loads(job: JobSpec, stages: Sequence[StageSpec]) -> tuple[StageLoad, ...]:

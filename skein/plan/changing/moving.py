@@ -1,5 +1,6 @@
 """Cost of bringing stages to workers that do not hold them: bytes of state over the links from their holders."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import numpy as np
 from skein.config.job import JobSpec
 from skein.plan.balanced import pool_of
 from skein.plan.changing.clauses import About, Clause
-from skein.plan.load import StageLoad, moved_bytes, stage_loads
+from skein.plan.load import StageLoad, arriving_bytes, brought_bytes, moved_bytes, stage_loads
 from skein.plan.place import Pool
 from skein.plan.plan import Plan
 from skein.topology.fleet import Fleet
@@ -21,17 +22,17 @@ def fetch_s(loads: Sequence[StageLoad], pool: Pool, held: Iterable[ChunkRef], la
     """Seconds to bring each stage to each worker from its nearest holder, (num_workers, num_stages).
 
     0 where it is held already, and for a stage that nobody in the pool holds: wherever that goes, it comes from
-    elsewhere.
+    elsewhere. What a worker has in a lower stage that is tied to it does not come again.
     """
-    position = {worker: i for i, worker in enumerate(pool.workers)}
-    holders: dict[int, list[int]] = {}
-    for chunk in held:
-        if chunk.worker in position:
-            holders.setdefault(chunk.stage, []).append(position[chunk.worker])
+    holders = _holders(pool, held)
     seconds = np.zeros((len(pool.workers), len(loads)))
-    for stage, num_bytes in enumerate(moved_bytes(loads, layout)):
-        if stage in holders:
-            seconds[:, stage] = pool.links.seconds(num_bytes)[holders[stage]].min(axis=0)
+    own = moved_bytes(loads, layout)
+    for stage, held_by in holders.items():
+        seconds[:, stage] = pool.links.seconds(own[stage])[held_by].min(axis=0)
+        tied = [x for x in holders if x < stage and arriving_bytes(loads, stage, [x]) < own[stage]]
+        for other in tied:
+            rest_s = pool.links.seconds(arriving_bytes(loads, stage, [other]))[held_by].min(axis=0)
+            seconds[holders[other], stage] = rest_s[holders[other]]
     return seconds
 
 
@@ -45,13 +46,27 @@ def move_s(before: Plan, after: Plan, loads: Sequence[StageLoad], pool: Pool) ->
         pool: has every worker of `after`.
     """
     held = {plan.chunk for plan in before.chunks}
-    seconds = fetch_s(loads, pool, held, before.layout)
-    total_s = np.zeros(len(pool.workers))
-    for plan in after.chunks:
-        if plan.chunk not in held:
-            worker = pool.workers.index(plan.chunk.worker)
-            total_s[worker] += seconds[worker, plan.chunk.stage]
+    holders, own = _holders(pool, held), moved_bytes(loads, before.layout)
+    position = {worker: i for i, worker in enumerate(pool.workers)}
+    total_s, there = np.zeros(len(pool.workers)), defaultdict[int, list[int]](list)
+    # What is tied comes with the first of its stages.
+    for chunk in sorted(plan.chunk for plan in after.chunks):
+        stage, worker = chunk.stage, position[chunk.worker]
+        if chunk not in held and stage in holders:
+            num_bytes = min(own[stage], arriving_bytes(loads, stage, there[worker]))
+            total_s[worker] += min(pool.links.seconds_of(x, worker, num_bytes) for x in holders[stage])
+        there[worker].append(stage)
     return float(total_s.max(initial=0.0))
+
+
+def _holders(pool: Pool, held: Iterable[ChunkRef]) -> dict[int, list[int]]:
+    """Positions in the pool of the holders of each stage."""
+    position = {worker: i for i, worker in enumerate(pool.workers)}
+    holders = defaultdict[int, list[int]](list)
+    for chunk in held:
+        if chunk.worker in position:
+            holders[chunk.stage].append(position[chunk.worker])
+    return dict(holders)
 
 
 def between_s(job: JobSpec, fleet: Fleet, before: Plan | None, after: Plan) -> float:
@@ -86,8 +101,8 @@ class Held:
         before = {placed.chunk for placed in self.plan.chunks}
         moved = sorted(placed.chunk for placed in plan.chunks if placed.chunk not in before)
         if moved:
-            own = moved_bytes(loads, plan.layout)
-            state = format_bytes(sum(own[chunk.stage] for chunk in moved))
+            there = [placed.chunk for placed in plan.chunks]
+            state = format_bytes(brought_bytes(loads, plan.layout, moved, there))
             more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
             what = f"{state} of state: stage {moved[0].stage} to {moved[0].worker}{more}"
             yield Clause(what, About.MOVES)

@@ -1,12 +1,14 @@
 """Seconds to bring stages to workers, by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from skein.plan.balanced import make_balanced_plan, pool_of
 from skein.plan.changing.clauses import About
 from skein.plan.changing.moving import Held, fetch_s, move_s
-from skein.plan.load import moved_bytes, stage_loads
+from skein.plan.load import brought_bytes, moved_bytes, stage_loads
 from skein.plan.plan import Plan
 from skein.types import ChunkRef, Layout, StageIndex, WorkerId
 from tests.plan.builders import fleet, job, link, planned, without
@@ -33,6 +35,8 @@ def plan_on(*names: str) -> Plan:
 POOL = pool_of(SPEC, ON)
 BEFORE = plan_on("w0", "w1")
 LOADS = stage_loads(SPEC, BEFORE.stages)
+FREE_LOADS = tuple(replace(load, tied_bytes={}) for load in LOADS)
+"""As if nothing were tied."""
 
 
 def chunk(stage: int, worker: str) -> ChunkRef:
@@ -40,7 +44,7 @@ def chunk(stage: int, worker: str) -> ChunkRef:
 
 
 def test_a_stage_comes_from_its_nearest_holder_and_costs_nothing_where_it_is() -> None:
-    seconds = fetch_s(LOADS, POOL, [chunk(0, "w0"), chunk(0, "w1"), chunk(1, "w1")], Layout.LINE)
+    seconds = fetch_s(FREE_LOADS, POOL, [chunk(0, "w0"), chunk(0, "w1"), chunk(1, "w1")], Layout.LINE)
     state_s = [load.state_bytes / 1e6 for load in LOADS]
     assert seconds == pytest.approx(
         np.array([[0, 0.1 + state_s[1]], [0, 0], [0.1 + state_s[0], 0.1 + state_s[1]]])
@@ -54,8 +58,27 @@ def test_a_stage_that_nobody_holds_costs_the_same_everywhere() -> None:
 def test_workers_fetch_side_by_side() -> None:
     after = plan_on("w2")
     assert move_s(BEFORE, BEFORE, LOADS, POOL) == 0
-    both = sum(fetch_s(LOADS, POOL, [x.chunk for x in BEFORE.chunks], Layout.LINE)[2])
-    assert move_s(BEFORE, after, LOADS, POOL) == pytest.approx(both)
+    assert move_s(BEFORE, after, FREE_LOADS, POOL) == pytest.approx(
+        sum(fetch_s(FREE_LOADS, POOL, [x.chunk for x in BEFORE.chunks], Layout.LINE)[2])
+    )
+
+
+def test_what_both_ends_of_a_line_share_comes_once() -> None:
+    tied_bytes = 3 * sum(LOADS[1].tied_bytes.values())
+    assert 0 < tied_bytes < LOADS[1].state_bytes
+    # w0 has the first stage; w2 has neither, and fetches the first one whole.
+    seconds = fetch_s(LOADS, POOL, [chunk(0, "w0"), chunk(1, "w1")], Layout.LINE)
+    assert seconds[0, 1] == pytest.approx(0.1 + (LOADS[1].state_bytes - tied_bytes) / 1e6)
+    assert seconds[2, 1] == pytest.approx(0.1 + LOADS[1].state_bytes / 1e6)
+    apart = sum(fetch_s(LOADS, POOL, [x.chunk for x in BEFORE.chunks], Layout.LINE)[2])
+    after = plan_on("w2")
+    assert move_s(BEFORE, after, LOADS, POOL) == pytest.approx(apart - tied_bytes / 1e6)
+    moved = [x.chunk for x in after.chunks]
+    both_bytes = LOADS[0].state_bytes + LOADS[1].state_bytes
+    assert brought_bytes(LOADS, Layout.LINE, moved, moved) == both_bytes - tied_bytes
+    assert brought_bytes(LOADS, Layout.LINE, moved[1:], moved) == LOADS[1].state_bytes - tied_bytes
+    # Its first stage is built before what it has already, so it comes whole.
+    assert brought_bytes(LOADS, Layout.LINE, moved[:1], moved) == LOADS[0].state_bytes
 
 
 def test_what_moving_costs_is_spread_over_the_steps_to_come() -> None:
