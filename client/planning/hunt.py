@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _REPORT_S = 0.3
 """Kept for telling: a budget covers the command from its start to its end."""
 _START_UP_S = 3.0
+_SETTLING = 0.25
+"""Share of the budget that is for settling what a job leaves open, loading and reading aside: each process does it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,11 @@ class Order:
     @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(self.seed + number for number in range(self.num_processes))
+
+    @property
+    def settling_s(self) -> float:
+        """Seconds by whose work what a job leaves open is settled."""
+        return _SETTLING * self.budget_s
 
     @property
     def until_s(self) -> float:
@@ -90,7 +97,7 @@ def hunt(
         # Members read the case at the same time; a mistake in it is told here, once.
         from client.planning.case import case_of
 
-        case = case_of(text, origin=origin, objective=order.objective, budget_s=order.budget_s)
+        case = case_of(text, origin=origin, objective=order.objective, budget_s=order.settling_s)
         standing = members.standing
         standing.started_s = time.monotonic() - order.began_s
         try:
@@ -122,7 +129,7 @@ def _send(members: MemberProcesses, order: Order) -> None:
                 objective=order.objective,
                 seed=turn.seed,
                 budget_s=max(0.0, left_s),
-                whole_s=order.budget_s,
+                settling_s=order.settling_s,
                 num_rounds=order.num_rounds,
                 cutoff_s=None if best is None else best.step_s,
             )

@@ -43,7 +43,7 @@ def member_messages(
 ) -> Iterator[Message]:
     """Messages of a member with this errand about the case in `text`."""
     until_s = now() + errand.budget_s
-    case = case_of(text, origin="instance", objective=errand.objective, budget_s=errand.whole_s)
+    case = case_of(text, origin="instance", objective=errand.objective, budget_s=errand.settling_s)
     problem = case.searched
     match errand.role:
         case Role.BOUND:

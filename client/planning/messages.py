@@ -40,7 +40,7 @@ class Errand:
         objective: None: as the case implies.
         seed: of all draws.
         budget_s: seconds from the member's start.
-        whole_s: of the whole command: what the case leaves open is settled by it, and so equally by all.
+        settling_s: budget by whose work what the case leaves open is settled, equally by all who read it.
         num_rounds: search so many rounds of fixed size instead, whatever time they take.
         cutoff_s: for `BOUND`: a known plan's seconds; None if there is none yet.
     """
@@ -49,7 +49,7 @@ class Errand:
     objective: Objective | None
     seed: int = 0
     budget_s: float = 10.0
-    whole_s: float = 10.0
+    settling_s: float = 2.5
     num_rounds: int | None = None
     cutoff_s: float | None = None
 
