@@ -73,17 +73,25 @@ def fullest_devices(
 def _fullest(
     job: JobSpec, worker: FleetWorker, stages: tuple[StageSpec, ...], held: Iterable[ChunkPlan]
 ) -> FullestDevice:
-    profile = worker.profile
-    size = job.parallel.tensor.size_on(profile.num_devices, job.model)
-    # Processes on the processors share the host's memory, so those that rest leave theirs to the others.
-    room = profile.memory_bytes // (size if profile.device.startswith("cpu") else profile.num_devices)
-    needed = 0
+    profile, needed, num_used = worker.profile, 0, 1
     for chunk in held:
         stage = stages[chunk.chunk.stage]
-        form = chosen_form(job, stage, num_devices=profile.num_devices, slots=chunk.slots, memory_bytes=room)
+        form = chosen_form(
+            job,
+            stage,
+            num_devices=profile.num_devices,
+            slots=chunk.slots,
+            memory_bytes=profile.memory_bytes // profile.num_devices,
+        )
         needed += device_load(job, stage, form).memory_bytes(chunk.slots)
+        num_used = max(num_used, form.size)
+    # Processes on the processors share the host's memory, so those that rest leave theirs to the others.
+    num_sharing = num_used if profile.device.startswith("cpu") else profile.num_devices
     return FullestDevice(
-        worker=worker.worker, num_devices=profile.num_devices, needed_bytes=needed, room_bytes=room
+        worker=worker.worker,
+        num_devices=profile.num_devices,
+        needed_bytes=needed,
+        room_bytes=profile.memory_bytes // num_sharing,
     )
 
 
