@@ -10,6 +10,7 @@ NAMES = (
     "detect",
     "hostile",
     "lying",
+    "meshes",
     "overhead",
     "pieces",
     "plan",

@@ -10,7 +10,7 @@ from bench.cluster import ROOTS, START_S, Cluster
 from bench.reference import run_reference
 from skein.config.data.sources import TextSource
 from skein.config.data.spec import DataSpec
-from skein.config.job import ParallelSpec
+from skein.config.job import BatchSpec, ParallelSpec
 from skein.config.mesh.tensor import TensorSpec
 from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.sparse.experts import ExpertPlacement
@@ -21,6 +21,8 @@ from tests.e2e import test_parity
 from tests.e2e.jobs import NUM_STEPS, losses_of, text_job, wait_for_step
 from tests.e2e.test_parity import SIZES, TOLERANCES, check, cut_job, make_job, train
 
+SQUARE = "q0"
+"""A mesh of four."""
 MESHES, SINGLES = ("m0", "m1"), ("s0", "s1")
 
 
@@ -28,7 +30,8 @@ class MeshCluster(Cluster):
     """Meshes of two device processes, and workers with one device."""
 
     def start_mesh(self, name: str) -> None:
-        arguments = ["--join", self.target, "--name", name, "--devices", "cpu:2", *ROOTS]
+        devices = "cpu:4" if name == SQUARE else "cpu:2"
+        arguments = ["--join", self.target, "--name", name, "--devices", devices, *ROOTS]
         self.run(name, "worker", [*arguments, "--state-dir", str(self.directory / name)])
 
     def device_processes(self, name: str) -> list[psutil.Process]:
@@ -43,7 +46,7 @@ class MeshCluster(Cluster):
             if name in self.workers and name in MESHES and len(self.device_processes(name)) < 2:
                 assert self.stop_worker(name) == 0
             if name not in self.workers:
-                self.start_mesh(name) if name in MESHES else self.start_worker(name)
+                self.start_mesh(name) if name in (*MESHES, SQUARE) else self.start_worker(name)
         self.wait_for_workers(len(names))
 
 
@@ -71,6 +74,19 @@ def test_a_mesh_and_a_single_device_train_like_one_torch_process(
     job = cut_job(text, Precision.FP64, parallel, is_tied=is_tied)
     check(train(meshes, job), run_reference(job, test_parity.NUM_STEPS), TOLERANCES[Precision.FP64])
     assert all(len(meshes.device_processes(name)) == 2 for name in meshes.workers if name in MESHES)
+
+
+@pytest.mark.long
+def test_a_mesh_in_blocks_and_a_single_device_train_like_one_torch_process(
+    meshes: MeshCluster, text: Path
+) -> None:
+    meshes.gather((SQUARE, SINGLES[0]))
+    job = cut_job(text, Precision.FP64, ParallelSpec(stages=2), is_tied=True)
+    parallel = job.parallel.model_copy(update={"tensor": TensorSpec(form="2d", size=4)})
+    batch = BatchSpec(samples=job.batch.samples, microbatch_samples=2)
+    job = job.model_copy(update={"parallel": parallel, "batch": batch})
+    check(train(meshes, job), run_reference(job, test_parity.NUM_STEPS), TOLERANCES[Precision.FP64])
+    assert len(meshes.device_processes(SQUARE)) == 4
 
 
 def test_experts_over_a_mesh_beside_a_single_device_train_like_one_torch_process(

@@ -5,10 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from skein.config.job import JobSpec
-from skein.config.mesh.tensor import MeshForm, TensorSpec
-from skein.model.layers import AnyModel
-from tests.worker.mesh.test_stage import assert_same_sums, counted, job_of, sums, zeroed
+from skein.config.mesh.tensor import MeshForm
+from tests.worker.mesh.test_stage import assert_same_sums, counted, grid_job, sums, zeroed
 from tests.worker.model.builders import MODELS, NUM_TOKENS, assert_near, part, samples, whole
 from worker.mesh.mesh import Mesh
 from worker.mesh.stage import MeshStage
@@ -26,12 +24,6 @@ def four() -> Iterator[Mesh]:
     mesh = Mesh(["cpu"] * 4)
     yield mesh
     mesh.close()
-
-
-def grid_job(model: AnyModel) -> JobSpec:
-    job = job_of(model, 1)
-    tensor = TensorSpec(size=4, form="2d")
-    return job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": tensor})})
 
 
 @pytest.mark.parametrize("num_samples", [4, 3])

@@ -59,6 +59,12 @@ def job_of(
     )
 
 
+def grid_job(model: AnyModel) -> JobSpec:
+    job = job_of(model, 1)
+    tensor = TensorSpec(size=4, form="2d")
+    return job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": tensor})})
+
+
 def zeroed(stage: Stage) -> Stage:
     for parameter in stage.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -252,7 +258,9 @@ def test_rows_of_a_vocabulary_and_blocks_are_on_the_same_devices(
         assert_same_sums(found, wanted)
 
 
-def test_state_of_a_mesh_goes_to_one_device_and_to_four_and_all_go_on_alike(four: Mesh) -> None:
+def test_state_of_a_mesh_goes_to_one_device_and_to_four_in_parts_and_in_blocks_and_all_go_on_alike(
+    four: Mesh,
+) -> None:
     model = MODELS["no_groups"]
     spec = StageSpec(index=StageIndex(0), first=0, stop=4)
     drawn = partial(Chunk.drawn, stage=spec, version=Step(0), device=torch.device("cpu"))
@@ -270,11 +278,12 @@ def test_state_of_a_mesh_goes_to_one_device_and_to_four_and_all_go_on_alike(four
     x, labels = samples(model)
     first = drawn(job_of(model, 2), mesh=four)
     step(first)
-    chunks = [drawn(job_of(model, 2)), drawn(job_of(model, 4, in_sequence=True), mesh=four)]
+    jobs = [job_of(model, 4, in_sequence=True), grid_job(model)]
+    chunks = [drawn(job_of(model, 2)), *(drawn(job, mesh=four) for job in jobs)]
     for chunk in chunks:
         chunk.load_state(first.copy_state(), version=first.version)
         for name, tensor in chunk.copy_state().items():
             assert torch.equal(tensor, first.copy_state()[name]), name
     for _ in range(3):
         wanted, *found = [step(chunk) for chunk in (first, *chunks)]
-        assert found == pytest.approx([wanted] * 2, rel=1e-11)
+        assert found == pytest.approx([wanted] * 3, rel=1e-11)
