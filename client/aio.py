@@ -25,6 +25,7 @@ from client.exporting.vocabulary import vocabulary_of
 from client.jobfile import prepare_job, read_job, read_job_text
 from skein.config.explain import Words
 from skein.config.job import JobSpec, read_spec
+from skein.config.sweep.trials import trials_of
 from skein.errors import UserError
 from skein.protocol.log.records import Incident
 from skein.topology.fleet import Link
@@ -44,6 +45,7 @@ from skein.wire.views import (
     KnownIdentity,
     PageLink,
     StepFinished,
+    TrialStatus,
     VersionReply,
     WorkerStatus,
 )
@@ -71,6 +73,8 @@ class Exported:
     files: tuple[Path, ...]
     lacking: tuple[str, ...] = ()
     """Lines on what should lie there and could not be had here, one each."""
+    trial: int | None = None
+    """Trial of a sweep that it is."""
 
 
 class AsyncClient:
@@ -275,7 +279,8 @@ class AsyncClient:
         """
         require_unused("out", out)  # not only after the download
         status = await self.job(job).status()
-        array, row = _array_of(status, trial)
+        chosen = _trial_of(status, trial)
+        array, row = (job, 0) if chosen is None else (chosen.array or job, chosen.row)
         request = checkpoint_pb2.ManifestRequest(job=array, version=version)
         manifest = codec.MANIFEST_REPLY.decode(
             await self._connection.call(lambda at: at.checkpoint.Manifest, request)
@@ -283,7 +288,8 @@ class AsyncClient:
         spec = read_spec(manifest.spec)
         vocabulary = await asyncio.to_thread(vocabulary_of, spec)
         has_tokenizer = "tokenizer_config.json" in vocabulary.files
-        card = model_card(manifest, spec, status, dtype=dtype.in_torch, has_tokenizer=has_tokenizer)
+        trained = spec if chosen is None else trials_of(read_spec(status.spec))[chosen.trial].job
+        card = model_card(manifest, trained, status, dtype=dtype.in_torch, has_tokenizer=has_tokenizer)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=out.parent, prefix=".download-") as folder:
@@ -308,13 +314,14 @@ class AsyncClient:
             out=out,
             files=tuple(files),
             lacking=tuple(vocabulary.lacking),
+            trial=None if chosen is None else chosen.trial,
         )
 
 
-def _array_of(status: JobStatus, trial: int | Literal["best"] | None) -> tuple[JobId, int]:
-    """Job whose checkpoint an export is of, and the row in it: of a sweep, those of a trial."""
+def _trial_of(status: JobStatus, trial: int | Literal["best"] | None) -> TrialStatus | None:
+    """Trial that an export is of; None: of a job that is no sweep."""
     if trial is None and not status.trials:
-        return status.job, 0
+        return None
     if trial is None or not status.trials:
         hint = "is a sweep: give a trial, or best" if status.trials else "is no sweep: give none"
         raise UserError("trial", Words("none") if trial is None else trial, f"{status.job} {hint}")
@@ -324,7 +331,7 @@ def _array_of(status: JobStatus, trial: int | Literal["best"] | None) -> tuple[J
         raise UserError("trial", trial, hint)
     if found.array is None:
         raise UserError("trial", trial, f"has not begun: {found.reason}")
-    return found.array, found.row
+    return found
 
 
 class AsyncJob:

@@ -6,7 +6,10 @@ from math import fsum
 
 from coordinator.records.journal import Journal
 from skein.config.job import ArrayJob
-from skein.protocol.coordinator.sweeping.standing import TrialStand, best_trial, stands_of
+from skein.plan.sweeping.hyperband import steps_of
+from skein.plan.sweeping.packing import brackets_of_sweep
+from skein.protocol.coordinator.sweeping.deciding import course_of
+from skein.protocol.coordinator.sweeping.standing import TrialStand, best_trial
 from skein.protocol.coordinator.view import CoordinatorView
 from skein.protocol.log.history import JobHistory
 from skein.types import JobState, Step
@@ -17,12 +20,14 @@ def sweep_status(view: CoordinatorView, journal: Journal, status: JobStatus) -> 
     """Status of a sweep with what its arrays have come to: steps are those of all trials, losses the best trial's."""
     sweep = view.history.jobs[status.job]
     arrays = [view.history.jobs[job] for job in sweep.arrays]
-    stands = stands_of(sweep, view.history)
+    course = course_of(sweep, view.history)
+    stands, brackets = course.stands, brackets_of_sweep(sweep.spec)
+    num_steps = sum(map(steps_of, brackets)) or sum(stand.num_steps_wanted for stand in stands)
     best = best_trial(stands, sweep)
     return replace(
         status,
         step=Step(sum(stand.num_steps for stand in stands)),
-        total_steps=sum(stand.num_steps_wanted for stand in stands),
+        total_steps=num_steps,
         loss=None if best is None else best.loss,
         evaluation_loss=None if best is None else best.evaluation_loss,
         num_tokens=sum(array.num_tokens for array in arrays),
@@ -30,12 +35,15 @@ def sweep_status(view: CoordinatorView, journal: Journal, status: JobStatus) -> 
         num_workers=len(view.crew_of(status.job)),
         num_incidents=sum(len(array.incidents) for array in arrays),
         num_steps_lost=sum(x.num_steps_lost for array in arrays for x in array.incidents),
-        trials=tuple(_trial(view, stand, is_best=stand is best) for stand in stands),
+        trials=tuple(
+            _trial(view, stand, course.ended.get(stand.trial.number, ""), is_best=stand is best)
+            for stand in stands
+        ),
     )
 
 
-def _trial(view: CoordinatorView, stand: TrialStand, *, is_best: bool) -> TrialStatus:
-    state, reason = _state(view, stand)
+def _trial(view: CoordinatorView, stand: TrialStand, ended: str, *, is_best: bool) -> TrialStatus:
+    state, reason = _state(view, stand, ended)
     common = TrialStatus(
         trial=stand.trial.number,
         settings=json.dumps(stand.trial.settings),
@@ -66,10 +74,15 @@ def _in_array(
     )
 
 
-def _state(view: CoordinatorView, stand: TrialStand) -> tuple[JobState, str]:
-    """State of a trial, and why it is in that."""
+def _state(view: CoordinatorView, stand: TrialStand, ended: str) -> tuple[JobState, str]:
+    """State of a trial, and why it is in that; `ended` by a rung, if it was."""
     if stand.failure:
         return JobState.FAILED, stand.failure
-    if stand.array is None:
+    if ended:
+        return JobState.FINISHED, ended
+    if stand.is_done:
+        return JobState.FINISHED, f"{stand.num_steps} steps done"
+    array = stand.array
+    if array is None or (array.end is not None and array.end.state is JobState.FINISHED):
         return JobState.PENDING, "waits for its turn"
-    return view.state_of(stand.array.job), view.reason_of(stand.array.job)
+    return view.state_of(array.job), view.reason_of(array.job)

@@ -39,7 +39,7 @@ def test_a_step_of_an_array_is_a_round_of_whole_batches() -> None:
     trial = _trial()
     array = array_job(trial, _array(trial, first_step=10), round_steps=8)
 
-    assert array.batch.microbatch_samples == trial.batch.samples
+    assert array.batch.microbatch_samples == array.step_batch.samples == trial.batch.samples
     assert array.round_steps == 8
     assert array.total_steps == 3, "20 steps are two rounds of 8 and one of 4"
     assert array.checkpoint.every_steps == 1

@@ -20,7 +20,7 @@ from skein.config.load import job_schema
 from skein.config.sweep.trials import trials_of
 from skein.errors import UserError
 from skein.model.parameters import num_parameters
-from skein.plan.sweeping.packing import sweep_arrays
+from skein.plan.sweeping.packing import brackets_of_sweep, sweep_arrays
 
 
 def outline(job: JobSpec) -> str:
@@ -45,7 +45,14 @@ def _arrays(job: JobSpec) -> str:
         + "; ".join(settings_text(json.dumps(trial.settings)) for trial in array)
         for array in sweep_arrays(job, num_workers=1)
     ]
-    return "".join((f"\n{len(trials_of(job))} trials in {len(lines)} arrays:", *lines)) if lines else ""
+    if not lines:
+        return ""
+    rungs = [
+        "\nbracket: " + ", then ".join(f"{rung.num_trials} to step {rung.num_steps}" for rung in bracket)
+        for bracket in brackets_of_sweep(job)
+    ]
+    count_words = f"\n{len(trials_of(job))} trials in {len(lines)} arrays on one worker:"
+    return "".join((*rungs, count_words, *lines))
 
 
 def _length(job: JobSpec) -> str:
@@ -119,7 +126,10 @@ def export(
     if is_json:
         return print_json(done)
     click.echo(str(done.out))
-    click.echo(f"{done.job} after {done.version} steps, {len(done.files)} files", err=True)
+    which = f"{done.job} after {done.version} steps"
+    if trial is not None:
+        which = f"trial {done.trial} of {job}, by version {done.version} of {done.job}"
+    click.echo(f"{which}, {len(done.files)} files", err=True)
     for line in done.lacking:
         click.echo(f"warning: {line}", err=True)
 

@@ -44,11 +44,11 @@ def pass_text(status: TrialStatus) -> str:
 
     >>> from skein.types import JobState
     >>> alone = dict(trial=0, settings="{}", state=JobState.RUNNING, reason="", num_steps=1, num_steps_wanted=2)
-    >>> pass_text(TrialStatus(**alone, loss=None, evaluation_loss=None))
+    >>> pass_text(TrialStatus(**alone, loss=0.5, evaluation_loss=None))
     'alone'
     """
     if status.pass_kind is None:
-        return "alone" if status.array else _NONE
+        return _NONE if status.loss is None else "alone"
     return status.pass_kind if status.speedup is None else f"{status.pass_kind}, {factor(status.speedup)}"
 
 

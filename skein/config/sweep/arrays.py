@@ -12,7 +12,8 @@ _ROUND_OPS = 8
 def array_job(trial: JobSpec, array: ArraySpec, *, round_steps: int) -> ArrayJob:
     """The job that an array is.
 
-    It is saved at the end of each round, and lives on one worker.
+    It is saved at the end of each round, evaluated at the end of the round in which its trials would be, and lives on
+    one worker.
 
     Args:
         trial: what the job of any of its rows would be.
@@ -27,7 +28,9 @@ def array_job(trial: JobSpec, array: ArraySpec, *, round_steps: int) -> ArrayJob
         "plan": PlanSpec(method="balanced", budget_s=0),
         "optimizer": array.rows[0].optimizer,
         "budget": BudgetSpec(steps=-(-array.num_steps // (num_ops * op_steps))),
-        "evaluation": trial.evaluation.model_copy(update={"every_steps": 0}),
+        "evaluation": trial.evaluation.model_copy(
+            update={"every_steps": -(-trial.evaluation.every_steps // (num_ops * op_steps))}
+        ),
         "checkpoint": trial.checkpoint.model_copy(update={"every_steps": 1}),
         "backup": BackupSpec(every_steps=0),
         "aggregation": AllReduce(),

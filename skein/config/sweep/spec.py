@@ -8,10 +8,13 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, JsonValue, model_validator
 
 from skein.config.explain import Words
+from skein.config.sweep.rows import Fuse
 from skein.errors import UserError
 from skein.spec import Spec
 
 MOST_TRIALS = 1024
+USUAL_ROWS = 16
+"""Rows of an array where nothing is said: more gain little, and one that ends late holds up more."""
 
 
 def _or_a_list(schema: dict[str, JsonValue]) -> None:
@@ -71,8 +74,9 @@ class ValuesSpec(Spec):
 class SweepSpec(Spec):
     """Trials of a job: each is the job with some keys replaced, and is trained for `budget` unless it ends early."""
 
-    search: Literal["grid", "random"] = "grid"
-    """`grid`: every combination of `space`; `random`: `num_trials` drawn from it."""
+    search: Literal["grid", "random", "hyperband"] = "grid"
+    """`grid`: every combination of `space`; `random`: `num_trials` drawn from it, each trained to its end; `hyperband`:
+    likewise drawn, or listed, and the worst are ended early: after each rung one of `eta` goes on."""
     space: Mapping[str, ValuesSpec] = {}
     """Values by the dotted key of the job, such as `optimizer.learning_rate`."""
     trials: tuple[Mapping[str, JsonValue], ...] = ()
@@ -82,8 +86,26 @@ class SweepSpec(Spec):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of what is drawn from the space. The seed that a trial trains with is its job's."""
     metric: Literal["loss", "evaluation_loss"] = "loss"
-    """Measure that trials are compared by: the loss of their newest step, or of their newest evaluation."""
+    """Measure that trials are compared by: the mean loss of their newest round of steps (of a trial alone, its newest
+    step), or that of their newest evaluation, which says more."""
     goal: Literal["min", "max"] = "min"
+    eta: Annotated[int, Field(ge=2, le=16)] = 3
+    """Times fewer trials that each rung of `hyperband` has; steps grow by as much."""
+    least_steps: Annotated[int, Field(ge=1)] | None = None
+    """Steps after which `hyperband` compares trials first; null: a 27th of the budget, or so. Raise it where losses say
+    little as early as that, for instance in a warm-up."""
+    num_brackets: Annotated[int, Field(ge=1, le=16)] = 1
+    """Brackets that `hyperband` shares its trials out to; each later one compares first when the one before does so for
+    the second time. Raise it where good trials may begin slowly."""
+    fuse: Fuse = "auto"
+    """Training of trials that differ in numbers only as rows of one array: `auto` if a probe at the worker finds that
+    worth it, else in turn; `always`; or `never`, and each trial is a job of its own."""
+    min_speedup: Annotated[float, Field(ge=1, le=100)] = 1.10
+    """Times as fast as in turn that rows have to be together under `auto`."""
+    per_array: Annotated[int, Field(ge=1, le=MOST_TRIALS)] | None = None
+    """Most rows of an array; null: 16, or fewer where memory or the number of workers says so."""
+    round_steps: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Steps of each row between two commits, which is what a death costs; null: about two seconds of them."""
 
     @model_validator(mode="after")
     def _check(self) -> "SweepSpec":
@@ -103,10 +125,17 @@ class SweepSpec(Spec):
                     f"there are {self.size} trials, whatever this says: leave it away, or give search: random"
                 )
                 raise UserError("num_trials", self.num_trials, hint)
+            if self.trials and self.search == "random":
+                raise UserError("search", "random", "trials are listed, not drawn: leave it away")
         elif self.num_trials is None:
             raise UserError("num_trials", Words("missing"), "say how many are to be drawn, such as 20")
         if self.size > MOST_TRIALS:
             raise UserError("space", Words(f"{self.size} trials"), f"give at most {MOST_TRIALS}")
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of an array, at most."""
+        return 1 if self.fuse == "never" else self.per_array or USUAL_ROWS
 
     @property
     def size(self) -> int:

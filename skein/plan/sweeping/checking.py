@@ -1,11 +1,13 @@
 """Whether a sweep may become one: each of its trials is a job that one worker trains alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from skein.config.explain import Words
 from skein.config.job import JobSpec
-from skein.config.sweep.trials import named, trials_of
+from skein.config.sweep.spec import SweepSpec
+from skein.config.sweep.trials import SweepTrial, named, trials_of
 from skein.errors import UserError
+from skein.plan.sweeping.packing import alike, parting, why_alone
 
 _ONE_WORKER = "a trial trains on one worker, and the others have other trials: give"
 
@@ -23,12 +25,44 @@ def check_sweep(job: JobSpec, check: Callable[[JobSpec], None]) -> None:
     if job.sweep is None:
         return
     _check_one_worker(job)
+    _check_search(job, job.sweep)
     for trial in trials_of(job):
         try:
             _check_one_worker(trial.job)
             check(trial.job)
         except UserError as error:
             raise named(error, trial.number, trial.settings) from error
+    if job.sweep.fuse == "always":
+        _check_fused(trials_of(job))
+
+
+def _check_search(job: JobSpec, sweep: SweepSpec) -> None:
+    if sweep.search != "hyperband":
+        return
+    if why := why_alone(job):
+        raise UserError("sweep.search", "hyperband", f"survivors go on as rows, and {why}: give random")
+    if job.model.is_spread:
+        hint = "survivors go on as rows, which are on one device each: give random"
+        raise UserError("sweep.search", "hyperband", hint)
+    if sweep.least_steps is not None and sweep.least_steps > job.total_steps:
+        hint = f"a trial has {job.total_steps} steps: give at most that"
+        raise UserError("sweep.least_steps", sweep.least_steps, hint)
+    for key in {key for trial in trials_of(job) for key in trial.settings}:
+        if key.startswith("budget"):
+            hint = f"trials of hyperband are compared after equal steps, so they cannot differ in {key}: give random"
+            raise UserError("sweep.search", "hyperband", hint)
+
+
+def _check_fused(trials: Sequence[SweepTrial]) -> None:
+    """Refuses trials that are not all rows of one array, if only there were room."""
+    for trial in trials:
+        if why := why_alone(trial.job):
+            raise UserError("sweep.fuse", "always", f"{why}: give auto")
+    first, *others = (group[0] for group in alike(trials))
+    for other in others:
+        keys = ", ".join(parting(first).differs_in(parting(other)))
+        hint = f"trials {first.number} and {other.number} differ in {keys}, which parts them: give auto"
+        raise UserError("sweep.fuse", "always", hint)
 
 
 def _check_one_worker(job: JobSpec) -> None:

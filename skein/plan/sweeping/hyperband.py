@@ -13,6 +13,7 @@ rungs begin anew where these go on.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from math import inf, isfinite
 
 MIN_ETA = 2
@@ -74,6 +75,58 @@ def _bracket(most_steps: int, least_steps: int, eta: int, depth: int, deepest: i
         num_steps = min(most_steps, num_units * least_steps)
         rungs.append(Rung(num_trials=num_trials // eta**place, num_steps=num_steps))
     return tuple(rungs)
+
+
+def split_brackets(
+    num_trials: int, most_steps: int, *, least_steps: int, eta: int, num_brackets: int = 1
+) -> tuple[tuple[Rung, ...], ...]:
+    """Brackets of so many trials in all, boldest first, each with as large a share of them as in Hyperband.
+
+    There are fewer brackets, or rungs, where there are too few trials or steps for more.
+
+    Args:
+        num_trials: at least 1.
+        most_steps: of a trial that survives all rungs.
+        least_steps: of any trial of the first bracket.
+        eta: how many times fewer trials each rung has.
+        num_brackets: at most.
+
+    >>> split_brackets(27, 270, least_steps=10, eta=3)[0] == tuple(
+    ...     Rung(num_trials=27 // 3**n, num_steps=10 * 3**n) for n in range(4)
+    ... )
+    True
+    >>> [bracket[0].num_trials for bracket in split_brackets(49, 27, least_steps=1, eta=3, num_brackets=4)]
+    [27, 12, 6, 4]
+    """
+    published = brackets_of(most_steps, least_steps=least_steps, eta=eta)[:num_brackets]
+    found = []
+    for bracket, share in zip(published, _shares(num_trials, published), strict=True):
+        depth = min(len(bracket) - 1, _depth(share, eta))
+        rungs = bracket[len(bracket) - 1 - depth :]
+        found.append(
+            tuple(
+                Rung(num_trials=share // eta**place, num_steps=rung.num_steps)
+                for place, rung in enumerate(rungs)
+            )
+        )
+    return tuple(bracket for bracket in found if bracket[0].num_trials)
+
+
+def _shares(num_trials: int, brackets: tuple[tuple[Rung, ...], ...]) -> list[int]:
+    total = sum(bracket[0].num_trials for bracket in brackets)
+    ends, sums = [0], 0
+    for bracket in brackets:
+        sums += bracket[0].num_trials
+        ends.append((num_trials * sums + total // 2) // total)
+    return [after - before for before, after in pairwise(ends)]
+
+
+def _depth(num_trials: int, eta: int) -> int:
+    """Rungs after the first that so many trials are enough for."""
+    depth = 0
+    while eta ** (depth + 1) <= num_trials:
+        depth += 1
+    return depth
 
 
 def steps_of(rungs: tuple[Rung, ...]) -> int:

@@ -16,9 +16,13 @@ from pydantic import JsonValue
 from skein.config.job import JobSpec
 from skein.config.optimizer import SgdSpec
 from skein.config.sweep.trials import SweepTrial, trials_of
+from skein.plan.sweeping.hyperband import Rung, split_brackets
 
-MOST_ROWS = 1
-"""Rows of an array."""
+ROUND_S = 2.0
+"""Seconds that a round is to take: a commit costs nothing beside it, and a death little."""
+_MOST_ROUND_STEPS = 1024
+_LEAST_LAYER_S = 1e-4
+"""Seconds that a layer of a row takes, forward and back, however small it is."""
 _NUMBERS = frozenset(
     {
         "betas",
@@ -98,5 +102,43 @@ def packed(
 
 def sweep_arrays(job: JobSpec, *, num_workers: int) -> tuple[tuple[SweepTrial, ...], ...]:
     """Arrays of all trials of a job's sweep, as they would be made for so many workers; none without a sweep."""
-    trials = trials_of(job)
-    return packed(trials, most_rows=MOST_ROWS, num_workers=num_workers) if trials else ()
+    if job.sweep is None:
+        return ()
+    return packed(trials_of(job), most_rows=job.sweep.most_rows, num_workers=num_workers)
+
+
+def why_alone(job: JobSpec) -> str:
+    """Reason why a trial cannot be a row, in words; "" if it can."""
+    if job.budget.is_open:
+        return "only the data tell how many steps a budget of epochs is"
+    if job.model.has_experts:
+        return f"rows of family {job.model.family} go in turn, and routers are a job's own"
+    return ""
+
+
+def brackets_of_sweep(job: JobSpec) -> tuple[tuple[Rung, ...], ...]:
+    """Brackets of a sweep under `hyperband`, whose trials follow each other by number; none under another search."""
+    sweep = job.sweep
+    if sweep is None or sweep.search != "hyperband":
+        return ()
+    most = job.total_steps
+    least = min(most, sweep.least_steps or max(1, most // 27))
+    return split_brackets(sweep.size, most, least_steps=least, eta=sweep.eta, num_brackets=sweep.num_brackets)
+
+
+def round_steps(job: JobSpec, *, num_rows: int, num_steps: int, flops_per_s: float) -> int:
+    """Steps of each row in a round that takes about `ROUND_S`, as far as can be told before anything is measured.
+
+    Args:
+        job: what one of the rows would be alone.
+        num_rows: of the array.
+        num_steps: that it is to make.
+        flops_per_s: of the worker.
+    """
+    layers = job.layers
+    row_s = (
+        sum(x.forward_flops + x.backward_flops for x in layers) * job.batch.samples / max(1.0, flops_per_s)
+    )
+    step_s = num_rows * max(row_s, _LEAST_LAYER_S * len(layers))
+    most = min(_MOST_ROUND_STEPS, num_steps, 1_000_000 // job.batch.samples)
+    return max(1, min(most, round(ROUND_S / step_s)))

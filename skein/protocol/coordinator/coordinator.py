@@ -147,6 +147,7 @@ class Coordinator:
         times = [
             self.membership.deadline(),
             self._scheduler.deadline(),
+            self._sweeps.deadline(),
             *(run.deadline() for run in self.runs),
         ]
         return min((at for at in times if at is not None), default=None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.quotas import QuotaUses
 from skein.protocol.coordinator.runs.watching.measuring import Measured
-from skein.protocol.coordinator.sweeping.standing import progress_words, stands_of
+from skein.protocol.coordinator.sweeping.deciding import course_of, progress_words
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.membership.membership import Entry
 from skein.topology.fleet import Link
@@ -90,11 +90,13 @@ class CoordinatorView:
         return run.reason
 
     def _reason_of_sweep(self, sweep: JobHistory) -> str:
-        words = progress_words(stands_of(sweep, self.history), sweep)
+        words = progress_words(course_of(sweep, self.history), sweep)
         arrays = self.arrays_of(sweep.job)
         if sweep.halt is not None:
             return f"to be {sweep.halt.state.value} when its arrays are saved ({sweep.halt.reason}); {words}"
         if self.crew_of(sweep.job):
             return f"{words}; {len(arrays)} arrays at work"
         waiting = [job for job in sweep.arrays if not self.history.jobs[job].is_at_rest]
+        if not sweep.arrays:
+            return f"{words}; waiting for workers"
         return f"{words}; {self.reason_of(waiting[0])}" if waiting else words

@@ -65,8 +65,8 @@ def test_a_dry_run_prints_the_arrays(tmp_path: Path, capsys: Captured) -> None:
     file.write_text(SWEEP)
     assert run(["submit", str(file), "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "4 trials in 4 arrays:" in said
-    assert "array of trials 2: batch.samples=64 optimizer.learning_rate=0.1" in said
+    assert "4 trials in 2 arrays on one worker:" in said
+    assert "array of trials 2, 3: batch.samples=64 optimizer.learning_rate=0.1; batch" in said
 
 
 def test_an_export_of_a_sweep_wants_a_trial_that_there_is(

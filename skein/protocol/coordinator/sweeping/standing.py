@@ -51,22 +51,42 @@ class TrialStand:
     def evaluation_loss(self) -> float | None:
         """Loss of its newest evaluation, nats; None before the first."""
         found = None if self.array is None else self.array.last_evaluation
-        return None if found is None else found.loss
+        if found is None:
+            return None
+        return found.rows[self.row].mean if found.rows else found.loss
 
     @property
     def failure(self) -> str:
         """Reason why it makes no more steps though its budget is not spent; "" if there is none."""
         if self.array is None:
             return ""
-        retired = "" if self.numbers is None else self.numbers.retired
-        end = self.array.end
-        return retired or (end.reason if end is not None and end.state is JobState.FAILED else "")
+        if self.numbers is not None and self.numbers.retired:
+            return self.numbers.retired
+        end, spec = self.array.end, self.array.spec
+        if end is not None and end.state is JobState.FAILED:
+            return end.reason
+        is_over = end is not None and end.state is JobState.FINISHED
+        if is_over and isinstance(spec, ArrayJob) and self.num_steps <= spec.array.first_step:
+            was_put_back = self.numbers is not None and self.numbers.num_rewinds > 0
+            return "" if was_put_back else "made no step in its array"
+        return ""
+
+    @property
+    def num_steps_saved(self) -> int:
+        """Steps that it need not make again."""
+        return 0 if self.checkpoint is None else self.num_steps
 
     @property
     def is_done(self) -> bool:
         """Whether it is trained to its end."""
         end = None if self.array is None else self.array.end
-        return end is not None and end.state is JobState.FINISHED and not self.failure
+        is_over = end is not None and end.state is JobState.FINISHED and not self.failure
+        return is_over and self.num_steps >= self.num_steps_wanted
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether an array that has not come to its end has it."""
+        return self.array is not None and self.array.end is None
 
     @property
     def checkpoint(self) -> Step | None:
@@ -99,14 +119,3 @@ def best_trial(stands: tuple[TrialStand, ...], sweep: JobHistory) -> TrialStand 
     values = {x.trial.number: found for x in done if isfinite(found := measure_of(x, sweep))}
     best = best_of(values, 1, Goal(sweep.spec.sweep.goal))
     return stands[best[0]] if best else None
-
-
-def progress_words(stands: tuple[TrialStand, ...], sweep: JobHistory) -> str:
-    """Progress of a sweep in a line."""
-    num_done = sum(stand.is_done for stand in stands)
-    num_failed = sum(bool(stand.failure) for stand in stands)
-    failed = f", {num_failed} retired" if num_failed else ""
-    # Of trials at work the best is another one every step.
-    best = best_trial(stands, sweep) if num_done else None
-    led = "" if best is None else f"; best: trial {best.trial.number}, {measure_of(best, sweep):.4g}"
-    return f"{num_done} of {len(stands)} trials trained{failed}{led}"

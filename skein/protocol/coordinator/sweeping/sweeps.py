@@ -7,45 +7,66 @@ Rules of this file
 - A sweep has no run. It ends, or is held, when all its arrays have.
 """
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
+from math import ceil
 
 from skein.config.job import JobSpec
+from skein.config.sweep.arrays import array_job
+from skein.config.sweep.rows import ArrayRow, ArraySpec, RowOrigin
 from skein.config.sweep.trials import SweepTrial
-from skein.plan.sweeping.packing import MOST_ROWS, packed
+from skein.plan.balanced import make_balanced_plan
+from skein.plan.plan import Infeasible
+from skein.plan.sweeping.packing import packed, round_steps
 from skein.protocol.coordinator import lifecycle
 from skein.protocol.coordinator.coordinator_io import CancelAsked, Outbox, PauseAsked, ResumeAsked
 from skein.protocol.coordinator.quotas import QuotaUses
 from skein.protocol.coordinator.runs.run import Run
-from skein.protocol.coordinator.sweeping.standing import TrialStand, progress_words, stands_of
+from skein.protocol.coordinator.sweeping.deciding import SweepCourse, course_of, progress_words
+from skein.protocol.coordinator.sweeping.standing import TrialStand
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
-from skein.types import DEFAULT_NAMESPACE, JobId, JobState
+from skein.protocol.membership.membership import Entry
+from skein.topology.fleet import Fleet
+from skein.types import DEFAULT_NAMESPACE, JobId, JobState, WorkerId
 
 _NUM_AHEAD = 2
 """Arrays that wait, so that a worker whose array has ended finds another."""
 _HALTED = (JobState.HELD, JobState.CANCELLED)
 """States that an array comes to with its sweep only."""
+_SETTLE_S = 2.0
+"""Seconds after a worker has come in which others may, before trials are shared out among them."""
 
 
 class Sweeps:
     """Sweeps of a coordinator. `live` are its workers, `runs` those of all jobs."""
 
-    def __init__(self, live: Sized, runs: Mapping[JobId, Run], outbox: Outbox) -> None:
+    def __init__(self, live: Mapping[WorkerId, Entry], runs: Mapping[JobId, Run], outbox: Outbox) -> None:
         self._live = live
         self._runs = runs
         self._out = outbox
         self._seen = (-1, -1)
+        self._settles_at: float | None = None
+        """Time at which workers are counted that come one after the other; None: all are."""
 
     def look(self, *, now: float) -> bool:
         """Begin arrays that are due, and end sweeps that are over; whether anything was recorded."""
         history = self._out.history
         num_records = history.num_records
+        if len(self._live) > self._seen[1] >= 0:
+            self._settles_at = now + _SETTLE_S
+        has_settled = self._settles_at is not None and now >= self._settles_at
+        if has_settled:
+            self._settles_at = None
         # At almost every event no job has begun or ended, and nobody came.
-        while self._seen != (seen := (history.num_turns, len(self._live))):
-            self._seen = seen
+        while has_settled or self._seen != (history.num_turns, len(self._live)):
+            self._seen, has_settled = (history.num_turns, len(self._live)), False
             for sweep in history.sweeps():
                 self._go_on(sweep, now=now)
         return history.num_records > num_records
+
+    def deadline(self) -> float | None:
+        """Time at which `look` is wanted next; None: it is not."""
+        return self._settles_at if self._out.history.sweeps() else None
 
     def _go_on(self, sweep: JobHistory, *, now: float) -> None:
         active = self._active(sweep)
@@ -56,45 +77,109 @@ class Sweeps:
         if self._resume_arrays(sweep, _HALTED, now=now):
             active = self._active(sweep)
         num_wanted = len(self._live) + _NUM_AHEAD - len(active)
-        if active and num_wanted <= 0:
+        is_settling = not self._live or self._settles_at is not None
+        if active and (num_wanted <= 0 or is_settling):
             return
-        stands = stands_of(sweep, self._out.history)
-        waiting = [stand.trial for stand in stands if stand.array is None]
-        if waiting:
-            arrays = packed(waiting, most_rows=MOST_ROWS, num_workers=max(1, len(self._live)))
-            for trials in arrays[: max(1, num_wanted)]:
-                self._begin(sweep, trials, now=now)
+        course = course_of(sweep, self._out.history)
+        if course.due and is_settling:
+            return  # Rows are shared out among all who are here.
+        if course.due:
+            self._begin_due(sweep, course, most=max(1, num_wanted), now=now)
         elif not active:
-            self._end(sweep, stands, now=now)
+            self._end(sweep, course, now=now)
+
+    def _begin_due(self, sweep: JobHistory, course: SweepCourse, *, most: int, now: float) -> None:
+        """Begin so many arrays of those that are due; those that have come farthest go first."""
+        by_steps: dict[tuple[int, int], list[TrialStand]] = {}
+        for advance in course.due:
+            stand = course.stands[advance.trial]
+            by_steps.setdefault((stand.num_steps_saved, advance.num_steps), []).append(stand)
+        for (first_step, last_step), stands in sorted(by_steps.items(), reverse=True):
+            share = ceil(len(self._live) * len(stands) / len(course.due))
+            for trials in self._packed(sweep, stands, num_workers=share):
+                if most:
+                    most -= 1
+                    own = [course.stands[trial.number] for trial in trials]
+                    self._begin(sweep, own, first_step, last_step, now=now)
+
+    def _packed(
+        self, sweep: JobHistory, stands: Sequence[TrialStand], *, num_workers: int
+    ) -> tuple[tuple[SweepTrial, ...], ...]:
+        assert sweep.spec.sweep is not None, "asked by the caller"
+        trials = [stand.trial for stand in stands]
+        return packed(trials, most_rows=sweep.spec.sweep.most_rows, num_workers=num_workers)
 
     def _active(self, sweep: JobHistory) -> list[JobHistory]:
         """Arrays that have not come to rest."""
         arrays = (self._out.history.jobs[job] for job in sweep.arrays)
         return [array for array in arrays if not array.is_at_rest]
 
-    def _begin(self, sweep: JobHistory, trials: tuple[SweepTrial, ...], *, now: float) -> None:
+    def _begin(
+        self, sweep: JobHistory, stands: Sequence[TrialStand], first_step: int, last_step: int, *, now: float
+    ) -> None:
+        """Begin an array of these trials, or of the first of them if no worker has memory for all."""
+        asked = sweep.spec.sweep
+        assert asked is not None, "asked by the caller"
+        while True:
+            spec = self._array(sweep, stands, first_step, last_step)
+            if len(stands) == 1 or asked.per_array is not None or self._fits(spec):
+                break
+            stands = stands[: ceil(len(stands) / 2)]
         job = JobId(f"{sweep.job}-a{len(sweep.arrays) + 1}")
         submitted = JobSubmitted(
             job=job,
             key=job,
-            spec=_alone(trials[0].job).canonical_json(),
+            spec=spec.canonical_json(),
             wall_s=now,
             namespace="" if sweep.namespace == DEFAULT_NAMESPACE else sweep.namespace,
             sweep=sweep.job,
-            trials=tuple(trial.number for trial in trials),
+            trials=tuple(stand.trial.number for stand in stands),
         )
         self._out.record(submitted)
-        named = ", ".join(str(trial.number) for trial in trials)
-        self._out.log(f"begins {job} with trials {named}", job=sweep.job)
+        named = ", ".join(str(stand.trial.number) for stand in stands)
+        self._out.log(f"begins {job} with trials {named}, to step {last_step}", job=sweep.job)
 
-    def _end(self, sweep: JobHistory, stands: tuple[TrialStand, ...], *, now: float) -> None:
-        failures = [stand for stand in stands if stand.failure]
-        if len(failures) == len(stands):
+    def _array(
+        self, sweep: JobHistory, stands: Sequence[TrialStand], first_step: int, last_step: int
+    ) -> JobSpec:
+        """The job that an array is; of a trial that nothing is compared with on the way, its own."""
+        asked, trial = sweep.spec.sweep, stands[0].trial.job
+        assert asked is not None, "asked by the caller"
+        if asked.search != "hyperband" and len(stands) == 1 and not first_step:
+            return _alone(trial)
+        array = ArraySpec(
+            rows=tuple(map(_row, stands)),
+            first_step=first_step,
+            last_step=last_step,
+            schedule_steps=trial.total_steps,
+            fuse=asked.fuse,
+            min_speedup=asked.min_speedup,
+            on_divergence="rewind" if trial.on_divergence == "rewind" else "retire",
+        )
+        speeds = [entry.hello.profile.flops_per_s for entry in self._live.values()]
+        steps = asked.round_steps or round_steps(
+            trial,
+            num_rows=len(stands),
+            num_steps=array.num_steps,
+            flops_per_s=max(speeds),
+        )
+        return array_job(trial, array, round_steps=min(steps, array.num_steps))
+
+    def _fits(self, spec: JobSpec) -> bool:
+        """Whether the roomiest worker has memory for an array."""
+        workers = (entry.fleet_worker for entry in self._live.values())
+        roomiest = max(workers, key=lambda x: x.profile.memory_bytes)
+        made = make_balanced_plan(spec, Fleet(workers=(roomiest,), links=()), None, 0)
+        return not isinstance(made, Infeasible)
+
+    def _end(self, sweep: JobHistory, course: SweepCourse, *, now: float) -> None:
+        failures = [stand for stand in course.stands if stand.failure]
+        if len(failures) == len(course.stands):
             first = failures[0]
             reason = f"no trial could be trained; trial {first.trial.number}: {first.failure}"
             state = JobState.FAILED
         else:
-            reason, state = progress_words(stands, sweep), JobState.FINISHED
+            reason, state = progress_words(course, sweep), JobState.FINISHED
         self._out.record(JobEnded(job=sweep.job, state=state, reason=reason, wall_s=now))
         self._out.log(f"{state.value}: {reason}", job=sweep.job)
 
@@ -176,6 +261,15 @@ class Sweeps:
         for array in resumed:
             self._out.record(JobResumed(job=array.job, steps=None, wall_s=now))
         return bool(resumed)
+
+
+def _row(stand: TrialStand) -> ArrayRow:
+    trial, origin = stand.trial, None
+    if stand.num_steps_saved:
+        assert stand.array is not None, "saved by it"
+        assert stand.checkpoint is not None, "saved in it"
+        origin = RowOrigin(job=stand.array.job, version=stand.checkpoint, row=stand.row)
+    return ArrayRow(trial=trial.number, optimizer=trial.job.optimizer, seed=trial.job.seed, origin=origin)
 
 
 def _alone(trial: JobSpec) -> JobSpec:

@@ -33,8 +33,12 @@ def _is_last_of_good(job: JobHistory, version: Step) -> bool:
 
 def begun_from(job: JobId, others: Iterable[JobHistory]) -> frozenset[Step]:
     """Versions of a job with whose parameters others begin, or begin again while they have nothing of their own."""
-    begins = (other.begins for other in others if other.end is None and not newest_sound(other))
-    return frozenset(begun.version for begun in begins if begun is not None and begun.job == job)
+    waiting = [other for other in others if other.end is None and not newest_sound(other)]
+    begins = (other.begins for other in waiting)
+    origins = (row.origin for other in waiting for row in other.spec.rows)
+    return frozenset(
+        Step(begun.version) for begun in (*begins, *origins) if begun is not None and begun.job == job
+    )
 
 
 def kept_with(job: JobHistory, version: Step, others: Iterable[JobHistory] = ()) -> tuple[Step, ...]:
