@@ -103,6 +103,15 @@ class BoundaryLog:
                 forgotten.append(oldest)
         return tuple(forgotten)
 
+    def add(self, key: HopKey, payload: Payload) -> tuple[HopKey, ...]:
+        """Keep more tensors with a bundle, if it is kept, in the place of those of the same names."""
+        kept = self.get(key)
+        if kept is None:
+            return ()
+        more = pack(payload) if isinstance(payload, Mapping) else payload
+        names = {tensor.name for tensor in more}
+        return self.put(key, (*(tensor for tensor in kept if tensor.name not in names), *more))
+
     def get(self, key: HopKey) -> Bundle | None:
         """Bundle kept under a key; None if it is not kept."""
         if key in self._writing:

@@ -233,7 +233,7 @@ class WorkerDriver:
         op, done = ran.op, ran.done
         is_failed = isinstance(done.outcome, OpFailed)
         self._metrics.op_ended(op_named(op).lower(), ran.seconds, is_failed=is_failed)
-        self._tell_lost(self._desk.ended(op, generation, None if is_failed else done.outputs))
+        self._tell_lost(self._desk.ended(op, generation, None if is_failed else done.outputs, done.added))
         if isinstance(op, ApplyOp) and not is_failed:
             self._metrics.step_ended(now=self._loop.time())
         self._saved = done.saved

@@ -18,6 +18,7 @@ from pydantic import PrivateAttr
 
 from skein.errors import UserError
 from skein.model.rows import VocabularySplit
+from skein.model.sparse.choices import Choices
 from skein.spec import Spec
 from skein.types import Precision, StageSpec
 
@@ -147,6 +148,15 @@ class AnyModel(Spec):
     def begins_from(self) -> str | None:
         """The Hugging Face directory that the weights begin from; None: they are drawn."""
         return None
+
+    def choices_of(self, num_tokens: int) -> Choices | None:
+        """Form of what each router chooses of so many tokens of a microbatch; None: nothing is chosen."""
+        return None
+
+    def num_blocks_in(self, stage: StageSpec) -> int:
+        """Blocks of a stage."""
+        inner = self.inner_layers
+        return len(range(max(stage.first, inner.start), min(stage.stop, inner.stop)))
 
     @property
     @abstractmethod

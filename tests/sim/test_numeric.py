@@ -1,5 +1,6 @@
 """Real numbers under the same faults: losses, norms and parameters are those of the undisturbed run, to rounding."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -8,8 +9,9 @@ from numpy.typing import NDArray
 
 from skein.numeric.arrays import arrays_of
 from skein.protocol.messages.directives import StepRecord
+from skein.protocol.worker.ops import BackwardOp, InputOp
 from skein.sim.compute.aggregating import AggregatingModel
-from skein.sim.compute.numeric import F64, NumericModel
+from skein.sim.compute.numeric import F64, NumericExecutor, NumericModel, NumericPassage
 from skein.sim.scenario import LIMIT_S, curve_of, disturbed, run_to_end
 from skein.sim.shapes import shape_of
 from skein.sim.world import World
@@ -32,6 +34,8 @@ SHAPES = (
     "line 2x2 chunks 2 split v",
     "line 2x2 chunks 2 tied rows both split",
     "line 3x2 chunks 2 rows output split v",
+    "line 3x2 sparse",
+    "loop 3x2 tied split sparse",
 )
 STEPS = 6
 RTOL = 1e-9
@@ -84,6 +88,24 @@ def test_faults_change_neither_loss_nor_tokens_nor_norm(text: str) -> None:
         np.testing.assert_allclose(
             numbers(curve), numbers(expected), rtol=RTOL, err_msg=f"{text} seed={seed}"
         )
+
+
+def test_a_gradient_that_meets_other_choices_of_experts_than_it_was_made_with_bends_the_curve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the runs above would not show that whoever computes again is told of them."""
+    text = "line 3x2 sparse"
+    expected, _ = undisturbed(text)
+    told = NumericExecutor._gradient
+
+    def untold(executor: NumericExecutor, op: BackwardOp | InputOp) -> tuple[NumericPassage, F64]:
+        own = executor._passages[op.microbatch, op.chunk.stage].own
+        passage, dy_BD = told(executor, op)
+        return replace(passage, own=own), dy_BD / passage.own * own
+
+    monkeypatch.setattr(NumericExecutor, "_gradient", untold)
+    curve, _ = run(text, seed=2, num_faults=6)
+    assert not np.allclose(numbers(curve), numbers(expected), rtol=RTOL, atol=0)
 
 
 def numbers(curve: tuple[StepRecord, ...]) -> NDArray[np.float64]:

@@ -120,8 +120,12 @@ def test_a_stage_of_a_sparse_model_looks_at_how_many_tokens_are_valid() -> None:
             op, {op.operand: bundle}, {last.index: chunk}, {}, Exchanging(job, ME.worker, Gauges())
         )
 
+    eight = torch.tensor(8)
     for num_valid in (0, 8):
         look_at(training, valid=torch.tensor(num_valid))
+    # Of 8 tokens 2 choices each: of one block here, and of one or both before.
+    chosen = torch.full((1, 8, 2), 7, dtype=torch.uint8)
+    look_at(training, valid=eight, choices=torch.cat([chosen, chosen]), repeated=chosen)
     evaluating = replace(training, phase=Phase.EVALUATE)
     look_at(evaluating)
     for op, strange, told in (
@@ -131,6 +135,24 @@ def test_a_stage_of_a_sparse_model_looks_at_how_many_tokens_are_valid() -> None:
         (training, {"valid": torch.tensor(9)}, "'valid' is 9: give at most 8, which is all of it"),
         (training, {"valid": torch.tensor(-1)}, "'valid' is -1: give at most 8"),
         (evaluating, {"valid": torch.tensor(8)}, "give with it labels alone"),
+        (training, {"valid": eight, "repeated": chosen + 1}, r"choices of experts: .*each at most 7"),
+        (
+            training,
+            {"valid": eight, "repeated": chosen.int()},
+            r"choices of experts: .*give layers of shape \[8, 2\]",
+        ),
+        (
+            training,
+            {"valid": eight, "repeated": torch.cat([chosen, chosen])},
+            r"choices of experts: .*\[2, 8, 2\]",
+        ),
+        (training, {"valid": eight, "choices": chosen[:, :7]}, r"choices of experts: .*\[1, 7, 2\]"),
+        (
+            training,
+            {"valid": eight, "choices": torch.cat([chosen] * 3)},
+            r"choices of experts: .*\[3, 8, 2\]",
+        ),
+        (evaluating, {"choices": chosen}, "choices of experts: .*give none"),
     ):
         with pytest.raises(OperandError, match=told) as caught:
             look_at(op, **strange)

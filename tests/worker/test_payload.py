@@ -118,6 +118,24 @@ def test_an_op_takes_what_was_sent_before_what_was_logged_and_says_what_is_lost(
     assert isinstance(found[1], tuple)
 
 
+def test_what_is_found_out_later_goes_with_what_is_sent_again() -> None:
+    store = desk()
+    store.adopt(Generation(1))
+    ran(store, FORWARD, hop())
+    for told in (torch.ones(2), torch.zeros(1)):
+        store.take(BACKWARD, Generation(1))
+        unmade = replace(hop(), microbatch=MicrobatchId(1))
+        added = {hop_key(header): {"repeated": told} for header in (hop(), unmade)}
+        store.ended(BACKWARD, Generation(1), {}, added)
+    sent = store.for_sending(envelope(hop()))
+    assert sent is not None
+    assert {name: x.tolist() for name, x in unpack(sent, torch.device("cpu")).items()} == {
+        **{name: x.tolist() for name, x in X.items()},
+        "repeated": [0.0],
+    }
+    assert store.for_sending(envelope(unmade)) is None, "of what was never made nothing is kept"
+
+
 def test_what_an_op_of_an_older_generation_makes_is_logged_and_of_a_forgotten_job_goes_nowhere() -> None:
     store = desk()
     store.adopt(Generation(2))

@@ -123,6 +123,8 @@ class Stoppable:
             self.logs[bench.worker].put(key, bundle)
             to = path.hops[key.hop].worker
             self.lab.benches[to].desk.file(GENERATION, key, made if to == bench.worker else bundle)
+        for key, more in done.added.items():
+            self.logs[bench.worker].add(key, more)
 
     def sums(self) -> Sums:
         """Copies of what each living chunk has accumulated."""

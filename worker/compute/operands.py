@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from skein.errors import RemoteError
+from skein.model.sparse.choices import Choices
 from skein.numeric.gradients import shard_bounds
 from skein.protocol.messages.tensors import ShardTensor
 from skein.protocol.worker.ops import (
@@ -29,9 +30,11 @@ from worker.bundle import Bundle, WireTensor, to_torch, torch_dtype
 from worker.compute.chunk import Chunk
 from worker.compute.exchanging import Exchanging
 from worker.compute.payload import (
+    CHOICES,
     GRADIENTS,
     HIDDEN,
     LABELS,
+    REPEATED,
     SCORES,
     SHARD,
     TOKENS,
@@ -39,14 +42,15 @@ from worker.compute.payload import (
     WEIGHTS,
     Payload,
 )
-from worker.model.base import Crossing
+from worker.compute.visits.left import Passage
 
 _FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 
-_PASSED = frozenset({HIDDEN, LABELS, WEIGHTS, TOKENS, SCORES, VALID})
+_ROUTED = frozenset({CHOICES, REPEATED})
+_PASSED = frozenset({HIDDEN, LABELS, WEIGHTS, TOKENS, SCORES, VALID}) | _ROUTED
 
 Chunks = Mapping[StageIndex, Chunk]
-Graphs = Mapping[tuple[MicrobatchId, StageIndex], tuple[Crossing, Crossing]]
+Graphs = Mapping[tuple[MicrobatchId, StageIndex], Passage]
 
 
 class OperandError(RemoteError):
@@ -79,7 +83,7 @@ def check_operands(
         case ForwardOp() | LossOp() | LossInputOp():
             _check_input(op, operands, chunks[op.chunk.stage])
         case BackwardOp() | InputOp():
-            _check_gradient(op, operands, graphs)
+            _check_gradient(op, operands, graphs, chunks[op.chunk.stage])
         case _:
             pass
 
@@ -165,6 +169,7 @@ def _check_input(
         )
     if VALID in wanted:
         _check_valid(op, next(x for x in fitting if x.name == VALID), math.prod(each))
+    _check_choices(op, bundle, chunk, math.prod(each), own=REPEATED)
 
 
 def _check_valid(op: ForwardOp | LossOp | LossInputOp, told: WireTensor, num_tokens: int) -> None:
@@ -174,12 +179,45 @@ def _check_valid(op: ForwardOp | LossOp | LossInputOp, told: WireTensor, num_tok
         raise OperandError(_maker(op), f"an activation: {hint}")
 
 
-def _check_gradient(op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload], graphs: Graphs) -> None:
+def _check_choices(op: ComputeOp, bundle: Bundle, chunk: Chunk, num_tokens: int, *, own: str) -> None:
+    """Choices of routers: those called `own` are of the stage that is visited, others are handed on as they are."""
+    told = [tensor for tensor in bundle if tensor.name in _ROUTED]
+    spec = chunk.module.spec
+    form = spec.choices_of(num_tokens) if op.phase.trains else None
+    most_layers = {
+        name: spec.num_blocks_in(chunk.stage) if name == own else len(spec.inner_layers) for name in _ROUTED
+    }
+    for tensor in told:
+        is_own = tensor.name == own
+        fits = form is not None and _are_choices(tensor, form, most_layers[tensor.name], is_own=is_own)
+        if not fits or sum(x.name == tensor.name for x in told) > 1:
+            wanted = (
+                "none" if form is None else f"layers of shape {list(form.shape)}, each at most {form.most}"
+            )
+            raise OperandError(_maker(op), f"choices of experts: {_told(bundle)}: give {wanted}")
+
+
+def _are_choices(told: WireTensor, form: Choices, num_layers: int, *, is_own: bool) -> bool:
+    """Whether these are choices of so many layers, or of some of them where another stage made them."""
+    if told.dtype is not (DType.UINT8 if form.is_narrow else DType.INT32) or told.shape[1:] != form.shape:
+        return False
+    if not is_own:
+        return 1 <= told.shape[0] <= num_layers
+    values = to_torch(told)
+    return told.shape[0] == num_layers and bool(((values >= 0) & (values <= form.most)).all())
+
+
+def _check_gradient(
+    op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload], graphs: Graphs, chunk: Chunk
+) -> None:
     bundle = _arrived(op, operands)
     graph = graphs.get((op.microbatch, op.chunk.stage))
     if bundle is None or graph is None:
         return
-    wanted = [(name, tuple(x.shape)) for name, x in zip(GRADIENTS, graph[1].differentiable, strict=False)]
+    differentiable = graph.made.differentiable
+    _check_choices(op, bundle, chunk, math.prod(differentiable[0].shape[:-1]), own=CHOICES)
+    bundle = tuple(x for x in bundle if x.name not in _ROUTED)
+    wanted = [(name, tuple(x.shape)) for name, x in zip(GRADIENTS, differentiable, strict=False)]
     if [(x.name, x.shape) for x in bundle] != wanted or not {x.dtype for x in bundle} <= _FLOATS:
         shown = ", ".join(f"{name!r} of shape {list(shape)}" for name, shape in wanted)
         raise OperandError(_maker(op), f"a gradient: {_told(bundle)}: give {shown}")

@@ -73,17 +73,21 @@ from worker.compute.payload import (
 from worker.compute.snapshots import Snapshots
 from worker.compute.state import Saved
 from worker.compute.visits.left import Left
-from worker.compute.visits.visiting import Outputs, Visiting
+from worker.compute.visits.visiting import Added, Outputs, Visiting
 from worker.selection.traits import Traits
 from worker.telling.aggregating import Gauges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """Result of running an op: its outcome, payloads to file, and a state to write if it was a SaveOp."""
+    """Result of running an op: its outcome, payloads to file, and a state to write if it was a SaveOp.
+
+    What is `added` goes with payloads of earlier ops from now on, where they are sent again.
+    """
 
     outcome: OpOutcome = None
     outputs: Outputs = field(default_factory=dict)
+    added: Added = field(default_factory=dict)
     saved: Saved | None = None
 
 
@@ -214,7 +218,7 @@ class Compute:
         if op.kind.row.takes is Direction.FORWARD:
             self._leaving = ()
         visited = Visiting(self.device, self._held, self._left, self.traits).run(op, operands)
-        return Done(outcome=visited.outcome, outputs=visited.outputs)
+        return Done(outcome=visited.outcome, outputs=visited.outputs, added=visited.added)
 
     # --- reduction; accumulators are only read ---
 

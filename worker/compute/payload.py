@@ -14,8 +14,13 @@ Payload = Mapping[str, Tensor] | Bundle
 
 HIDDEN, LABELS, WEIGHTS, GRADIENT, SHARD = "x", "labels", "weights", "dy", "shard"
 TOKENS, SCORES, SCORES_GRADIENT = "tokens", "scores", "dscores"
-VALID = "valid"
-"""Names of tensors that travel: three where the vocabulary is cut, the last one in training where there are experts."""
+VALID, CHOICES, REPEATED = "valid", "choices", "repeated"
+"""Names of tensors that travel: three where the vocabulary is cut, the last three in training where there are experts.
+
+With an activation go the choices of the stage that gives it, and they come back with its gradient: whoever goes back
+there then routes as that one did. With the gradient of a stage where paths end go its own, as `repeated`, which whoever
+is handed the activation once more takes for its own.
+"""
 DIFFERENTIABLE = HIDDEN, SCORES
 """Names of a boundary's tensors that have gradients, in the order of `Crossing.differentiable`."""
 GRADIENTS = GRADIENT, SCORES_GRADIENT
@@ -35,6 +40,11 @@ def crossing(
     named |= {VALID: None if num_valid is None else torch.tensor(num_valid)}
     named |= {} if labels is None else {LABELS: labels.labels, WEIGHTS: labels.weights}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def tensor_if_any(name: str, tensor: Tensor | None) -> dict[str, Tensor]:
+    """The tensor under its name, if there is one."""
+    return {} if tensor is None else {name: tensor}
 
 
 def crossed(tensors: Mapping[str, Tensor]) -> Crossing:

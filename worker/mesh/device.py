@@ -19,7 +19,7 @@ from skein.config.job import read_spec
 from skein.config.mesh.tensor import MeshForm
 from skein.errors import LocalError
 from skein.plan.pieces.lanes import Pieces
-from worker.compute.payload import GRADIENTS, LABELS, WEIGHTS, crossed, crossing
+from worker.compute.payload import CHOICES, GRADIENTS, LABELS, WEIGHTS, crossed, crossing, tensor_if_any
 from worker.mesh.forms.boundary import LOSS, tells
 from worker.mesh.forms.cuts import cut_of
 from worker.mesh.forms.grid import Grid, GridShare
@@ -196,7 +196,7 @@ class DeviceShare:
         self._kept.shares[asked.chunk].pieces = Pieces(forward=forward, backward=backward)
         with (
             torch.set_grad_enabled(asked.ticket is not None),
-            stage.junction.visited(asked.num_valid) as microbatch,
+            stage.junction.visited(asked.num_valid, tensors.get(CHOICES)) as microbatch,
         ):
             if asked.ticket is not None:
                 given = given.followed(is_sample=not asked.follows)
@@ -204,10 +204,10 @@ class DeviceShare:
                 assert labels is not None, "a loss without labels"
                 total, num_tokens = stage.score(given, labels, tensors.get(WEIGHTS))
                 made: tuple[Tensor, ...] = (total,)
-                named = {LOSS: total.detach()}
+                tensors_made = {LOSS: total.detach()}
             else:
                 boundary, num_tokens = stage.onward(given, labels), 0
-                made, named = boundary.differentiable, crossing(boundary.detached())
+                made, tensors_made = boundary.differentiable, crossing(boundary.detached())
         if asked.ticket is not None:
             self._kept.visits[asked.ticket] = _Visited(stage=stage, form=form, given=given, made=made)
         answer = DeviceAnswer(
@@ -216,7 +216,7 @@ class DeviceShare:
             num_choices=microbatch.num_choices,
             num_dropped=microbatch.num_dropped,
         )
-        return answer, self._told(named, form)
+        return answer, self._told(tensors_made | tensor_if_any(CHOICES, microbatch.choices), form)
 
     @torch.no_grad()
     def _time_rows(self, asked: TimeRowsAsk) -> tuple[RowTimes, ...]:

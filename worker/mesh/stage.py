@@ -20,7 +20,7 @@ from torch.autograd.function import FunctionCtx
 from skein.config.job import JobSpec
 from skein.plan.mesh.devices import chosen_form, device_load
 from skein.units import format_bytes
-from worker.compute.payload import DIFFERENTIABLE, GRADIENTS, crossed, crossing
+from worker.compute.payload import CHOICES, DIFFERENTIABLE, GRADIENTS, crossed, crossing, tensor_if_any
 from worker.mesh.forms.boundary import LOSS, BoundaryCut
 from worker.mesh.forms.cuts import cut_of, is_held
 from worker.mesh.frames import AddUpAsk, LoadAsk, ReturnAsk, StageAsk, SumsAsk, VisitAsk
@@ -159,6 +159,7 @@ class MeshStage:
         ticket = _Ticket(self, self._mesh, boundary, num_tokens) if torch.is_grad_enabled() else None
         microbatch = self.junction.microbatch
         pieces = self._piecing.pieces(chunk, num_tokens)
+        sent |= tensor_if_any(CHOICES, None if microbatch is None else microbatch.told)
         asked = VisitAsk(
             chunk=chunk,
             ticket=None if ticket is None else ticket.number,
@@ -170,12 +171,14 @@ class MeshStage:
         answers = self._mesh.ask_each([(asked, part) for part in boundary.cut(sent)])
         answer, found = answers[0][0], boundary.join([told for _, told in answers])
         self._piecing.observe(num_tokens, answer.metered, is_forward=True)
+        choices = found.pop(CHOICES, None)
         tensors |= found
         on_answer(boundary.total([told.num_tokens for told, _ in answers]))
         if microbatch is not None:
             microbatch.losses += answer.balance_losses
             microbatch.num_choices += answer.num_choices
             microbatch.num_dropped += answer.num_dropped
+            microbatch.made += [] if choices is None else choices.unbind(0)
         names = _differentiable(found)
         made = tuple(found[name] for name in names)
         if ticket is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from skein.errors import UserError
+from skein.model.sparse.choices import Choices
 from skein.model.sparse.routing import RouterKind, RoutingSpec
 from skein.types import Precision
 
@@ -85,6 +86,15 @@ class Experts:
     def best_tokens(self, num_tokens: int) -> int:
         """Tokens of a microbatch of so many that each expert takes, where experts choose."""
         return min(num_tokens, math.ceil(self.even_choices(num_tokens)))
+
+    def choices_of(self, num_tokens: int) -> Choices | None:
+        """Form of a layer's choices of so many tokens of a microbatch; None: its router makes none."""
+        row = self.routing.router.row
+        if row.mixes_tokens:
+            return None
+        if row.tokens_choose:
+            return Choices(shape=(num_tokens, self.num_chosen), most=self.num_experts - 1)
+        return Choices(shape=(self.num_experts, self.best_tokens(num_tokens)), most=num_tokens - 1)
 
     @property
     def divides_weights(self) -> bool:

@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from skein.errors import UserError
 from skein.model.decoder import DecoderModel, decoder_shape
+from skein.model.sparse.choices import Choices
 from skein.model.sparse.experts import ExpertPlacement, Experts
 from skein.model.sparse.routing import RoutingSpec
 
@@ -87,6 +88,9 @@ class SparseModel(DecoderModel):
     @property
     def num_experts(self) -> int:
         return self.experts.num_experts
+
+    def choices_of(self, num_tokens: int) -> Choices | None:
+        return self.experts.choices_of(num_tokens)
 
     def check_microbatch(self, num_samples: int, sequence_tokens: int) -> None:
         num_tokens, capacity = num_samples * sequence_tokens, self.routing.capacity

@@ -275,7 +275,7 @@ class AggregatingExecutor(NumericExecutor):
     def _give_tensors(self, key: ShardTensor, tensors: Tensors) -> None:
         """A shard of an exchange is what the rule made it."""
         contributions = self._outputs[key].contributions
-        self._outputs[key] = TensorPayload(tensors_bytes(tensors), contributions, None, tensors)
+        self._outputs[key] = TensorPayload(tensors_bytes(tensors), contributions, tensors=tensors)
 
     # --- exchanges ---
 

@@ -6,7 +6,7 @@ has a lineage: a hash over all that was ever applied. So "each visit of a path c
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,10 @@ class Payload:
     num_bytes: int
     contributions: Contributions | None = None
     values: NDArray[np.float64] | None = None
+    choices: int | None = None
+    """Choices of the stage that gives an activation, or that takes a gradient; None: there are no experts."""
+    repeated: int | None = None
+    """Choices of the stage that takes an activation once more, or where the path of a gradient ends."""
 
 
 RELEASE = Payload(64)
@@ -100,15 +104,14 @@ class StageTimes:
 def stage_times(job: JobSpec, layers: tuple[LayerSpec, ...], stage: StageSpec) -> StageTimes:
     """Costs of `stage` for one microbatch of `job`."""
     cost = stage_cost(layers, stage)
-    samples, inner = job.batch.microbatch_samples, job.model.inner_layers
-    num_blocks = len(range(max(stage.first, inner.start), min(stage.stop, inner.stop)))
+    samples = job.batch.microbatch_samples
     return StageTimes(
         forward=float(cost.forward_flops * samples),
         backward=float(cost.backward_flops * samples),
         input_bytes=layers[stage.first - 1].output_bytes * samples if stage.first else 0,
         output_bytes=cost.output_bytes * samples,
         parameter_bytes=4 * cost.num_parameters,
-        num_sparse_layers=num_blocks if job.model.has_experts else None,
+        num_sparse_layers=job.model.num_blocks_in(stage) if job.model.has_experts else None,
     )
 
 
@@ -123,6 +126,12 @@ class SimLog:
         """See `skein.protocol.worker.keeping.desk.ForgetfulLog`."""
         self._kept[key] = payload
         self.forgotten.discard(key)
+        return ()
+
+    def add(self, key: HopKey, payload: Payload) -> tuple[HopKey, ...]:
+        """See `put`."""
+        if key in self._kept:
+            self._kept[key] = replace(self._kept[key], repeated=payload.repeated)
         return ()
 
     def get(self, key: HopKey) -> Payload | None:
@@ -168,6 +177,8 @@ class SimExecutor:
         self._lost: tuple[HopKey, ...] = ()
         """Operands of the running op that the boundary log has forgotten."""
         self._outputs: dict[TensorKey, Payload] = {}
+        self._added: dict[HopKey, Payload] = {}
+        """Choices that go with tensors of earlier ops from now on."""
         self._joined: dict[tuple[GroupId, Attempt], KeptJoin] = {}
         self._members: dict[GroupId, tuple[ChunkRef, ...]] = {}
         self._shard_bytes: dict[GroupId, int] = {}
@@ -296,9 +307,9 @@ class SimExecutor:
         """Carry an op out, at its end; what it makes is filed under `generation`."""
         if self._lost:
             return self.fail(op, generation, f"{self._lost[0]} is not here")
-        self._outputs = {}
+        self._outputs, self._added = {}, {}
         outcome = self._carry_out(op)
-        self.desk.ended(op, generation, self._outputs)
+        self.desk.ended(op, generation, self._outputs, self._added)
         return outcome
 
     def _carry_out(self, op: Op) -> OpOutcome:

@@ -4,12 +4,16 @@ A stack of small layers with residuals, embedding and head at its ends, tied or 
 their times and all that the cost model checks stay as they are, so losses and norms of a disturbed run can be compared
 with those of an undisturbed one. Layers take any cut into stages.
 
+Where there are experts, each worker chooses otherwise, and what a stage gives is scaled by its choices: exactly, by a
+power of two, that the next stage takes out again. So numbers are those of any choices, as long as a gradient meets
+those that the activation before it was made with.
+
 Shapes: B samples of a microbatch, D features.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
 
@@ -21,6 +25,7 @@ from skein.config.job import JobSpec
 from skein.model.layers import LayerSpec
 from skein.model.reduced import names_by_group
 from skein.numeric.sketch import SKETCH_LENGTH
+from skein.plan.ops import Direction
 from skein.plan.plan import Group
 from skein.protocol.messages.directives import Assign, ChunkAssignment
 from skein.protocol.messages.tensors import Phase
@@ -44,6 +49,7 @@ from skein.protocol.worker.ops import (
     TensorKey,
     WeightOp,
     hop_key,
+    outputs_of,
 )
 from skein.sim.compute.executor import SimExecutor, StageTimes
 from skein.sim.judging.invariants import Visits
@@ -123,6 +129,20 @@ def _named(layers: Sequence[LayerSpec], num_inputs: int) -> list[tuple[str, ...]
     return names
 
 
+def _choice_of(worker: WorkerId) -> int:
+    """Choices of a worker's routers, whatever they choose among: the factor of what it gives."""
+    return int(2 ** rng.stream(0, "choices", worker).integers(4))
+
+
+@dataclass(frozen=True, slots=True)
+class NumericPassage:
+    """Input of a forward whose gradient has not come, and the choices there and before; 1: there are none."""
+
+    x_BD: F64
+    before: int
+    own: int
+
+
 _Gradients = list[tuple[str, F64]]
 """By name of the parameter, in the order in which they are added."""
 
@@ -135,8 +155,7 @@ class NumericExecutor(SimExecutor, ABC):
         self._model = model
         self._params: dict[StageIndex, dict[str, F64]] = {}
         self._sums: dict[StageIndex, dict[str, F64]] = {}
-        self._inputs: dict[tuple[MicrobatchId, StageIndex], F64] = {}
-        """Inputs of forwards whose gradient has not come."""
+        self._passages: dict[tuple[MicrobatchId, StageIndex], NumericPassage] = {}
         self._pending: dict[tuple[MicrobatchId, StageIndex], _Gradients] = {}
         """Gradients that input ops have put aside."""
         self._results: dict[tuple[GroupId, Attempt], F64] = {}
@@ -186,12 +205,36 @@ class NumericExecutor(SimExecutor, ABC):
         """Numbers go with what an op makes."""
         self._outputs[key] = replace(self._outputs[key], values=values)
 
-    def _give_on(self, op: ComputeOp, values: F64) -> None:
+    def _give_on(self, op: ComputeOp, values: F64, choices: int, repeated: int | None = None) -> None:
         for header in op.outputs:
-            self._give(hop_key(header), values)
+            key = hop_key(header)
+            self._outputs[key] = replace(
+                self._outputs[key], values=values, choices=choices, repeated=repeated
+            )
 
-    def _operand(self, op: ComputeOp) -> F64:
-        return self._sample(op)[0] if op.operand is None else self._values(op.operand)
+    def _entered(self, op: ComputeOp) -> NumericPassage:
+        """Input of a forward."""
+        if op.operand is None:
+            return NumericPassage(self._sample(op)[0], 1, self._own_choice(op, None))
+        given = self._operands[op.operand]
+        before = given.choices or 1
+        return NumericPassage(self._values(op.operand) / before, before, self._own_choice(op, given.repeated))
+
+    def _own_choice(self, op: ComputeOp, repeated: int | None) -> int:
+        """Choices that the stage makes in training, unless it was told those of before."""
+        if not op.phase.trains or not self.times[op.chunk.stage].num_sparse_layers:
+            return 1
+        return repeated or _choice_of(self.worker)
+
+    def _gradient(self, op: BackwardOp | InputOp) -> tuple[NumericPassage, F64]:
+        """Forward that a gradient is of, with the choices that come along, and the gradient of its output."""
+        assert op.operand is not None
+        passage, given = self._passages.pop((op.microbatch, op.chunk.stage)), self._operands[op.operand]
+        own = given.choices or 1
+        if given.repeated is not None:
+            made = outputs_of(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop, op.path)
+            self._added |= {hop_key(header): replace(given, values=None, choices=None) for header in made}
+        return replace(passage, own=own), self._values(op.operand) * own
 
     def _sample(self, op: ComputeOp) -> tuple[F64, F64]:
         """Sample of a microbatch; in a probe the walkers' microbatches in turn are the same samples."""
@@ -211,11 +254,9 @@ class NumericExecutor(SimExecutor, ABC):
             case ForwardOp():
                 self._forward(op)
             case BackwardOp():
-                x_BD = self._inputs.pop((op.microbatch, op.chunk.stage))
-                self._add(op, self._backward(op, x_BD, self._operand(op)))
+                self._add(op, self._backward(op, *self._gradient(op)))
             case InputOp():
-                place = op.microbatch, op.chunk.stage
-                self._pending[place] = self._backward(op, self._inputs.pop(place), self._operand(op))
+                self._pending[op.microbatch, op.chunk.stage] = self._backward(op, *self._gradient(op))
             case WeightOp():
                 self._add(op, self._pending.pop((op.microbatch, op.chunk.stage)))
             case PackOp():
@@ -246,28 +287,28 @@ class NumericExecutor(SimExecutor, ABC):
         return values
 
     def _forward(self, op: ForwardOp) -> None:
-        x_BD = self._operand(op)
+        passage = self._entered(op)
         if op.phase.keeps_graph:
-            self._inputs[op.microbatch, op.chunk.stage] = x_BD
-        self._give_on(op, self._through(op.chunk.stage, x_BD)[-1])
+            self._passages[op.microbatch, op.chunk.stage] = passage
+        self._give_on(op, self._through(op.chunk.stage, passage.x_BD)[-1] * passage.own, passage.own)
 
     def _loss(self, op: LossOp | LossInputOp) -> Loss:
-        x_BD = self._operand(op)
-        error_BD = self._through(op.chunk.stage, x_BD)[-1] - self._sample(op)[1]
+        passage = self._entered(op)
+        error_BD = self._through(op.chunk.stage, passage.x_BD)[-1] - self._sample(op)[1]
         if isinstance(op, LossInputOp):
-            self._pending[op.microbatch, op.chunk.stage] = self._backward(op, x_BD, error_BD)
+            self._pending[op.microbatch, op.chunk.stage] = self._backward(op, passage, error_BD)
         elif op.phase.trains:
-            self._add(op, self._backward(op, x_BD, error_BD))
+            self._add(op, self._backward(op, passage, error_BD))
         return Loss(loss_sum=0.5 * float(np.sum(error_BD**2)), num_tokens=1)
 
-    def _backward(self, op: ComputeOp, x_BD: F64, dy_BD: F64) -> _Gradients:
+    def _backward(self, op: ComputeOp, passage: NumericPassage, dy_BD: F64) -> _Gradients:
         """Gradients of the chunk's parameters; that of its input is handed over."""
         stage = op.chunk.stage
-        inputs, gradients = self._through(stage, x_BD), _Gradients()
+        inputs, gradients = self._through(stage, passage.x_BD), _Gradients()
         for (layer, theta), before_BD in reversed(list(zip(self._layers(stage), inputs, strict=False))):
             dy_BD, gradient = self._model.backward(layer, theta, before_BD, dy_BD)
             gradients += [(name, gradient) for name in self._model.layers[layer]]
-        self._give_on(op, dy_BD)
+        self._give_on(op, dy_BD / passage.before, passage.before, passage.own if op.kind.row.scores else None)
         return gradients
 
     def _add(self, op: ComputeOp, gradients: _Gradients) -> None:
@@ -330,6 +371,6 @@ class NumericExecutor(SimExecutor, ABC):
         self._results.clear()
         for stage in self.chunks:
             self._sums[stage] = {name: np.zeros((_D, _D)) for name in after[stage]}
-        self._inputs.clear()
+        self._passages.clear()
         self._pending.clear()
         return outcome

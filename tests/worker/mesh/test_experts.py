@@ -126,6 +126,9 @@ def test_devices_together_route_and_learn_like_one(four: Mesh, name: str, size: 
         assert_near(found.loss, wanted.loss, tolerance=ROUNDING)
         assert found.microbatch.losses == pytest.approx(wanted.microbatch.losses, rel=ROUNDING)
         assert found.microbatch.num_choices == wanted.microbatch.num_choices
+        assert found.microbatch.choices is not None
+        assert wanted.microbatch.choices is not None
+        assert torch.equal(found.microbatch.choices, wanted.microbatch.choices)
         assert found.microbatch.num_dropped == wanted.microbatch.num_dropped
         assert (wanted.microbatch.num_dropped > 0) == (model.routing.capacity is not None)
     stage.gather_sums()

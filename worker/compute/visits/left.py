@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
+from torch import Tensor
+
 from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.tensors import Phase
 from skein.types import MicrobatchId, StageIndex
@@ -15,12 +17,33 @@ from worker.telling.aggregating import Gauges
 _Place = tuple[MicrobatchId, StageIndex]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """Forward that is to be gone back.
+
+    Attributes:
+        given: its input.
+        made: what came of it.
+        classes: labels that it took.
+        num_valid: tokens with a label, where experts need to know.
+        before: choices of experts in the stage before.
+        choices: those of this stage.
+    """
+
+    given: Crossing
+    made: Crossing
+    classes: Tensor | None = None
+    num_valid: int | None = None
+    before: Tensor | None = None
+    choices: Tensor | None = None
+
+
 @dataclass(slots=True)
 class Left:
     """Input and output of forwards, gradients that were put aside, and labels of paths that end where they began."""
 
     gauges: Gauges
-    graphs: dict[_Place, tuple[Crossing, Crossing]] = field(default_factory=dict)
+    graphs: dict[_Place, Passage] = field(default_factory=dict)
     pending: dict[_Place, deque[Pending]] = field(default_factory=dict)
     pending_bytes: dict[_Place, int] = field(default_factory=dict)
     """Bytes of what was put aside."""

@@ -6,17 +6,19 @@ Rules of this file
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from skein.errors import LocalError
+from skein.plan.ops import Direction
 from skein.protocol.messages.reports import Balance
 from skein.protocol.worker.ops import (
     BackwardOp,
     ForwardOp,
+    HopKey,
     InputOp,
     Loss,
     LossInputOp,
@@ -25,35 +27,61 @@ from skein.protocol.worker.ops import (
     VisitOp,
     WeightOp,
     hop_key,
+    outputs_of,
 )
 from skein.types import ChunkRef
 from worker.compute.chunk import Chunk
 from worker.compute.holding import Holding
 from worker.compute.payload import (
+    CHOICES,
     GRADIENTS,
+    REPEATED,
     VALID,
     Payload,
     crossed,
     crossing,
     labelled,
+    pack,
     placed,
     ready,
+    tensor_if_any,
     unpack,
 )
-from worker.compute.visits.left import Left
+from worker.compute.visits.left import Left, Passage
 from worker.model.base import Crossing, Labels
 from worker.selection.scoring import loss_at_end
 from worker.selection.traits import Traits
 
 Outputs = dict[TensorKey, Payload]
+Added = dict[HopKey, Payload]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visited:
-    """Result of a visit: what the op answers, and payloads to file."""
+    """Result of a visit: what the op answers, payloads to file, and what is added to those of earlier ops."""
 
     outcome: Loss | Balance | None = None
     outputs: Outputs = field(default_factory=dict)
+    added: Added = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Input of a visit.
+
+    Attributes:
+        crossing: what the stage before gives, or samples.
+        labels: those that came with it, or stay here.
+        num_valid: how many are valid, if experts need to know.
+        before: choices of the stage before.
+        repeated: choices of this stage, from a visit that this one repeats.
+    """
+
+    crossing: Crossing
+    labels: Labels | None
+    num_valid: int | None
+    before: Tensor | None = None
+    repeated: Tensor | None = None
 
 
 class Visiting:
@@ -83,24 +111,32 @@ class Visiting:
                 assert_never(op)
 
     def _forward(self, op: ForwardOp, operands: Mapping[TensorKey, Payload]) -> Visited:
-        x, labels, num_valid = self._input(op, operands)
+        given = self._input(op, operands)
+        x, labels, num_valid = given.crossing, given.labels, given.num_valid
         module = self._chunk(op.chunk).functions
         if labels is None and module.takes_labels:
             labels = self._samples(op)[1]
         classes = None if labels is None else labels.labels
-        with module.junction.visited(num_valid) as visit:
+        with module.junction.visited(num_valid, given.repeated) as visit:
             if op.phase.keeps_graph:
                 y = module.onward(x.followed(is_sample=op.operand is None), classes)
-                self._left.graphs[op.microbatch, op.chunk.stage] = (x, y)
             else:
                 with torch.no_grad():
                     y = module.onward(x, classes)
+        if op.phase.keeps_graph:
+            self._left.graphs[op.microbatch, op.chunk.stage] = Passage(
+                given=x,
+                made=y,
+                classes=classes,
+                num_valid=num_valid,
+                before=given.before,
+                choices=visit.choices,
+            )
         if labels is not None and self._stay_here(op):
             self._left.labels[op.phase, op.microbatch] = labels
             labels = None
-        return Visited(
-            outcome=visit.balance, outputs=self._given(op, crossing(y.detached(), num_valid, labels))
-        )
+        tensors = crossing(y.detached(), num_valid, labels) | tensor_if_any(CHOICES, visit.choices)
+        return Visited(outcome=visit.balance, outputs=self._given(op, tensors))
 
     def _stay_here(self, op: ForwardOp) -> bool:
         """Whether the labels need not go along.
@@ -114,7 +150,8 @@ class Visiting:
     def _loss(self, op: LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> Visited:
         if (own := self._chunk(op.chunk).own_loss(op, self._holding.batches)) is not None:
             return Visited(outcome=own)
-        x, labels, valid_before = self._input(op, operands)
+        given = self._input(op, operands)
+        x, labels = given.crossing, given.labels
         self._left.labels.pop((op.phase, op.microbatch), None)
         if labels is None:
             # The path began here, and its loss has been computed once already.
@@ -124,7 +161,7 @@ class Visiting:
             return Visited(
                 outcome=loss_at_end(op, self._chunk(op.chunk), x, labels, self._holding.job, self._traits)
             )
-        with module.junction.visited(valid_before) as visit:
+        with module.junction.visited(given.num_valid, given.repeated) as visit:
             followed = x.followed(is_sample=op.operand is None)
             total, num_valid = module.score(followed, labels.labels, labels.weights)
         if isinstance(op, LossInputOp):
@@ -132,37 +169,69 @@ class Visiting:
         else:
             total.backward()  # type: ignore[no-untyped-call]
         outcome = Loss(loss_sum=total.item(), num_tokens=num_valid, balance=visit.balance)
-        return Visited(outcome=outcome, outputs=self._handed_back(op, x))
+        routed = tensor_if_any(CHOICES, given.before) | tensor_if_any(REPEATED, visit.choices)
+        return Visited(outcome=outcome, outputs=self._handed_back(op, x, routed))
 
     def _backward(self, op: BackwardOp, operands: Mapping[TensorKey, Payload]) -> Visited:
-        x, y = self._left.graphs.pop((op.microbatch, op.chunk.stage))
-        self._chunk(op.chunk).functions.add_gradients(y.differentiable, self._gradients(op, operands))
-        return Visited(outputs=self._handed_back(op, x))
+        tensors = self._gradients(op, operands)
+        passage, balance = self._as_before(op, tensors)
+        module = self._chunk(op.chunk).functions
+        module.add_gradients(passage.made.differentiable, _in_order(tensors))
+        outputs = self._handed_back(op, passage.given, tensor_if_any(CHOICES, passage.before))
+        return Visited(outcome=balance, outputs=outputs, added=self._repeated(op, tensors))
 
     def _input_gradient(self, op: InputOp, operands: Mapping[TensorKey, Payload]) -> Visited:
-        place = op.microbatch, op.chunk.stage
-        x, y = self._left.graphs.pop(place)
+        tensors = self._gradients(op, operands)
+        passage, balance = self._as_before(op, tensors)
         module = self._chunk(op.chunk).functions
-        self._left.put_aside(place, module.put_aside(y.differentiable, self._gradients(op, operands)))
-        return Visited(outputs=self._handed_back(op, x))
+        pending = module.put_aside(passage.made.differentiable, _in_order(tensors))
+        self._left.put_aside((op.microbatch, op.chunk.stage), pending)
+        outputs = self._handed_back(op, passage.given, tensor_if_any(CHOICES, passage.before))
+        return Visited(outcome=balance, outputs=outputs, added=self._repeated(op, tensors))
 
-    def _gradients(self, op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload]) -> list[Tensor]:
-        """Gradients of what the op's forward has given."""
+    def _gradients(
+        self, op: BackwardOp | InputOp, operands: Mapping[TensorKey, Payload]
+    ) -> Mapping[str, Tensor]:
+        """Gradients of what the op's forward has given, and what comes with them."""
         assert op.operand is not None
-        tensors = unpack(operands[op.operand], self.device)
-        return [tensors[name] for name in GRADIENTS if name in tensors]
+        return unpack(operands[op.operand], self.device)
 
-    def _input(
-        self, op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]
-    ) -> tuple[Crossing, Labels | None, int | None]:
-        """The op's input, the labels if they came with it or stay here, and how many are valid if experts need that."""
+    def _as_before(
+        self, op: BackwardOp | InputOp, tensors: Mapping[str, Tensor]
+    ) -> tuple[Passage, Balance | None]:
+        """The forward that the gradients are of: where another worker made it and routed otherwise, made once more.
+
+        The balance is that of a forward that was made once more.
+        """
+        passage = self._left.graphs.pop((op.microbatch, op.chunk.stage))
+        told = tensors.get(CHOICES)
+        if told is None or passage.choices is None or torch.equal(told, passage.choices):
+            return passage, None
+        module = self._chunk(op.chunk).functions
+        with module.junction.visited(passage.num_valid, told) as visit:
+            made = module.onward(passage.given, passage.classes)
+        return replace(passage, made=made, choices=told), visit.balance
+
+    def _repeated(self, op: BackwardOp | InputOp, tensors: Mapping[str, Tensor]) -> Added:
+        """Choices that go with the activations which this hop gave, where they are handed over once more."""
+        if REPEATED not in tensors:
+            return {}
+        made = outputs_of(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop, op.path)
+        return {hop_key(header): pack({REPEATED: tensors[REPEATED]}) for header in made}
+
+    def _input(self, op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> _Given:
         if op.operand is None:
             samples, labels = self._samples(op)
             weighs = op.phase.trains and self._holding.job.model.has_experts
-            return Crossing(samples), labels, labels.num_valid if weighs else None
+            return _Given(Crossing(samples), labels, labels.num_valid if weighs else None)
         tensors = unpack(operands[op.operand], self.device)
-        labels_here = labelled(tensors) or self._left.labels.get((op.phase, op.microbatch))
-        return crossed(tensors), labels_here, int(tensors[VALID]) if VALID in tensors else None
+        return _Given(
+            crossed(tensors),
+            labelled(tensors) or self._left.labels.get((op.phase, op.microbatch)),
+            int(tensors[VALID]) if VALID in tensors else None,
+            before=tensors.get(CHOICES),
+            repeated=tensors.get(REPEATED),
+        )
 
     def _samples(self, op: ForwardOp | LossOp | LossInputOp) -> tuple[Tensor, Labels]:
         """Samples and labels of a path that begins here."""
@@ -171,12 +240,13 @@ class Visiting:
             raise LocalError("a path begins here, but no data were opened")
         return placed(batches.batch(op.phase, op.step, op.microbatch), self.device)
 
-    def _handed_back(self, op: VisitOp, x: Crossing) -> Outputs:
-        """Gradients of what the hop before gave, ready to be handed over; the first hop has none."""
+    def _handed_back(self, op: VisitOp, x: Crossing, routed: Mapping[str, Tensor]) -> Outputs:
+        """Gradients of what the hop before gave, ready to be handed over with choices; the first hop has none."""
         if not op.outputs:
             return {}
         grads = {name: tensor.grad for name, tensor in zip(GRADIENTS, x.differentiable, strict=False)}
-        return self._given(op, {name: grad for name, grad in grads.items() if grad is not None})
+        found = {name: grad for name, grad in grads.items() if grad is not None}
+        return self._given(op, found | dict(routed))
 
     def _given(self, op: VisitOp, tensors: Mapping[str, Tensor]) -> Outputs:
         """The op's boundary tensor, ready for each hop that takes it."""
@@ -189,3 +259,8 @@ class Visiting:
 
     def _is_mine(self, ref: ChunkRef) -> bool:
         return ref.worker == self._holding.worker
+
+
+def _in_order(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Gradients among tensors, in the order of `Crossing.differentiable`."""
+    return [tensors[name] for name in GRADIENTS if name in tensors]

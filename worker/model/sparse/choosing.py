@@ -19,12 +19,12 @@ def likeliest(chances_NE: Tensor, num_chosen: int) -> Tensor:
 
 
 def best_tokens(chances_NE: Tensor, num_tokens: int) -> Tensor:
-    """Tokens that each expert takes, true in (N, E): so many of the largest chances, of equal ones the earlier token.
+    """Tokens that each expert takes, (E, so many): those of the largest chances, of equal ones the earlier token.
 
     Chances are equal as for `slots_of`.
     """
     order_NE = _rounded(chances_NE).sort(dim=0, descending=True, stable=True).indices
-    return torch.zeros_like(order_NE, dtype=torch.bool).scatter_(0, order_NE[:num_tokens], True)
+    return order_NE[:num_tokens].t().contiguous()
 
 
 def slots_of(choices_NK: Tensor, weights_NK: Tensor, num_experts: int, order: DropOrder) -> Tensor:

@@ -5,12 +5,14 @@ N tokens of a microbatch, E experts, K choices of a token.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
+from skein.model.sparse.choices import Choices
 from skein.protocol.messages.reports import Balance
 
 
@@ -25,6 +27,15 @@ class RoutedMicrobatch:
     num_choices: int = 0
     num_dropped: int = 0
     """Choices of all layers that found their expert full."""
+    told: Tensor | None = None
+    """Choices of all layers as they were made elsewhere, which hold; None: each layer makes its own."""
+    made: list[Tensor] = field(default_factory=list)
+    """Choices of each layer, as they travel."""
+
+    @property
+    def choices(self) -> Tensor | None:
+        """Choices of all layers, in a tensor; None: no layer has made any."""
+        return torch.stack(self.made) if self.made else None
 
     @property
     def balance(self) -> Balance | None:
@@ -51,10 +62,13 @@ class Junction:
         return self._visit
 
     @contextmanager
-    def visited(self, num_valid: int | None) -> Iterator[RoutedMicrobatch]:
-        """Visit of a microbatch with so many valid tokens until the end of the block; None: outside of training."""
+    def visited(self, num_valid: int | None, told: Tensor | None = None) -> Iterator[RoutedMicrobatch]:
+        """Visit of a microbatch with so many valid tokens until the end of the block; None: outside of training.
+
+        `told` are the choices of a visit before, elsewhere, which this one repeats.
+        """
         assert self._visit is None, "a forward runs within another one"
-        self._visit = RoutedMicrobatch(num_valid=num_valid, losses=[])
+        self._visit = RoutedMicrobatch(num_valid=num_valid, losses=[], told=told)
         try:
             yield self._visit
         finally:
@@ -64,6 +78,16 @@ class Junction:
     def is_training(self) -> bool:
         """Whether what goes through the stage now trains it."""
         return self._visit is not None and self._visit.num_valid is not None
+
+    def settled(self, choices: Tensor, form: Choices) -> Tensor:
+        """Choices of a layer that hold: those that it makes, unless it was told others."""
+        visit = self._visit
+        if visit is None or visit.num_valid is None:
+            return choices
+        if visit.told is not None:
+            choices = visit.told[len(visit.made)].to(choices)
+        visit.made.append(choices.to(torch.uint8 if form.is_narrow else torch.int32))
+        return choices
 
     def dropped(self, num_dropped: int) -> None:
         """So many of a layer's choices found their expert full."""

@@ -155,7 +155,7 @@ class _Vectors(nn.Module):
 
 def _softmax_topk(scores_NE: Tensor, experts: Experts, junction: Junction) -> Routed:
     chances_NE = scores_NE.softmax(-1)
-    choices_NK = likeliest(chances_NE, experts.num_chosen)
+    choices_NK = _likeliest(chances_NE, experts, junction)
     weights_NK = _balanced(chances_NE, choices_NK, experts, junction).gather(-1, choices_NK)
     if experts.divides_weights:
         weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
@@ -163,14 +163,14 @@ def _softmax_topk(scores_NE: Tensor, experts: Experts, junction: Junction) -> Ro
 
 
 def _gshard(scores_NE: Tensor, experts: Experts, junction: Junction) -> Routed:
-    choices_NK = likeliest(scores_NE, experts.num_chosen)
+    choices_NK = _likeliest(scores_NE, experts, junction)
     weights_NK = scores_NE.gather(-1, choices_NK).softmax(-1)
     weights_NK = _balanced_beside(weights_NK, scores_NE, choices_NK, experts, junction)
     return _chosen(choices_NK, weights_NK, experts, junction)
 
 
 def _sigmoid(scores_NE: Tensor, experts: Experts, junction: Junction) -> Routed:
-    choices_NK = likeliest(scores_NE, experts.num_chosen)
+    choices_NK = _likeliest(scores_NE, experts, junction)
     weights_NK = scores_NE.gather(-1, choices_NK).sigmoid()
     weights_NK = _balanced_beside(weights_NK, scores_NE, choices_NK, experts, junction)
     return _chosen(choices_NK, weights_NK, experts, junction)
@@ -179,7 +179,10 @@ def _sigmoid(scores_NE: Tensor, experts: Experts, junction: Junction) -> Routed:
 def _expert_choice(scores_NE: Tensor, experts: Experts, junction: Junction) -> Routed:
     """Every expert is a choice of each token, and those that the experts take are kept."""
     chances_NE = scores_NE.softmax(-1)
-    kept_NE = best_tokens(chances_NE, experts.best_tokens(len(scores_NE)))
+    form = experts.choices_of(len(scores_NE))
+    assert form is not None
+    tokens_EC = junction.settled(best_tokens(chances_NE, experts.best_tokens(len(scores_NE))), form)
+    kept_NE = torch.zeros_like(chances_NE, dtype=torch.bool).scatter_(0, tokens_EC.t(), True)
     _ = junction.weighed(chances_NE.detach(), kept_NE.sum(0), 0.0)
     choices_NE = torch.arange(experts.num_experts, device=kept_NE.device).expand(kept_NE.shape)
     return Routed(choices_NE, chances_NE, kept_NE)
@@ -204,6 +207,13 @@ ROUTES: Mapping[RouterKind, Router] = MappingProxyType(
 
 
 # --- parts of several ---
+
+
+def _likeliest(scores_NE: Tensor, experts: Experts, junction: Junction) -> Tensor:
+    """Each token's choices: of the largest scores, unless they were made before."""
+    form = experts.choices_of(len(scores_NE))
+    assert form is not None
+    return junction.settled(likeliest(scores_NE, experts.num_chosen), form)
 
 
 def _chosen(choices_NK: Tensor, weights_NK: Tensor, experts: Experts, junction: Junction) -> Routed:

@@ -4,6 +4,7 @@ Rules of this file
 - Payloads are filed under (generation, key); what has been handed over is gone. What crosses a stage boundary in
   training is kept in the boundary log until its step commits, for it may be needed again.
 - An op that lacks an operand fails; that the boundary log has lost it is no fault.
+- What an op finds out about a tensor that was sent before is added to it in the log, for whoever is sent it again.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,6 +36,9 @@ class ForgetfulLog(Protocol[P]):
 
     def get(self, key: HopKey, /) -> P | None:
         """Payload that is kept under a key; None if there is none."""
+
+    def add(self, key: HopKey, payload: P, /) -> tuple[HopKey, ...]:
+        """Keep more under a key, if anything is kept there; gives the keys that are forgotten for it."""
 
     def drop_steps(self, step: Step, /) -> None:
         """`step` is committed: what belongs to it or to one before goes."""
@@ -119,7 +123,11 @@ class Desk(Generic[P]):
         return operands, tuple(lost)
 
     def ended(
-        self, op: Op, generation: Generation, outputs: Mapping[TensorKey, P] | None
+        self,
+        op: Op,
+        generation: Generation,
+        outputs: Mapping[TensorKey, P] | None,
+        added: Mapping[HopKey, P] | None = None,
     ) -> tuple[HopKey, ...]:
         """An op is over; gives what the boundary log has forgotten for what it made.
 
@@ -129,6 +137,7 @@ class Desk(Generic[P]):
             op: the op.
             generation: under which it began.
             outputs: what it made; None: it has failed.
+            added: what goes with tensors of earlier ops from now on.
         """
         is_void, self._has_op, self._is_op_void = self._is_op_void, False, False
         if outputs is None or is_void:
@@ -139,6 +148,8 @@ class Desk(Generic[P]):
                 forgotten += self._log.put(key, payload)
             if generation == self._generation and not self._leaves(op, key):
                 self.file(generation, key, payload)
+        for logged, payload in (added or {}).items():
+            forgotten += self._log.add(logged, payload)
         if isinstance(op, ApplyOp):
             self._drop_steps(op.record.step)
         return forgotten
