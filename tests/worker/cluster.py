@@ -19,6 +19,7 @@ from skein.protocol.coordinator.coordinator_io import (
     ChooseRows,
     CoordinatorCommand,
     CoordinatorEvent,
+    DrainAsked,
     Halt,
     Log,
     MakePlan,
@@ -76,6 +77,10 @@ class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointSe
 
     def submit(self, job: JobSpec, key: str = "only") -> None:
         self._handle(SubmitAsked(key=key, spec=job))
+
+    def drain(self, name: str) -> None:
+        """An operator wants the worker to go."""
+        self._handle(DrainAsked(worker=WorkerId(name)))
 
     def all(self, kind: type[R]) -> list[R]:
         """Records of this coordinator's epoch."""

@@ -10,7 +10,14 @@ from torch import Tensor
 from skein.config.job import ArrayJob
 from skein.config.schedule import learning_rate
 from skein.config.sweep.rows import RowOrigin
-from skein.protocol.log.records import CheckpointCommitted, Evaluated, StepCommitted, walker_prefix
+from skein.protocol.log.records import (
+    CheckpointCommitted,
+    Evaluated,
+    PlanAdopted,
+    RolledBack,
+    StepCommitted,
+    walker_prefix,
+)
 from skein.protocol.messages.array_rounds import RowNumbers
 from skein.protocol.messages.directives import Decision
 from skein.protocol.messages.tensors import Phase
@@ -108,3 +115,20 @@ async def test_rows_go_on_in_other_packings_and_alone() -> None:
         newest = here.all(CheckpointCommitted)[-1]
         for place, row in enumerate(rows):
             assert_near(saved(disk, newest, place), alone(row))
+
+
+async def test_rows_move_to_another_worker_with_all_that_they_are() -> None:
+    disk = Disk()
+    async with cluster(disk) as here:
+        here.submit(array_of(0, 1, 2))
+        async with here.workers("w0", "w1"):
+            await here.first(StepCommitted)
+            (first,) = here.all(PlanAdopted)
+            here.drain(*first.plan.workers)
+            assert await here.finished() is JobState.FINISHED
+    plans = here.all(PlanAdopted)
+    assert len({plan.plan.workers for plan in plans}) == 2
+    assert here.all(RolledBack) == []
+    newest = here.all(CheckpointCommitted)[-1]
+    for row in range(3):
+        assert_near(saved(disk, newest, row), alone(row))

@@ -13,15 +13,20 @@ from skein.config.optimizer import AdamWSpec
 from skein.config.sweep.arrays import array_job
 from skein.config.sweep.rows import ArraySpec
 from skein.errors import LocalError, UnfitError
-from skein.plan.plan import Path
+from skein.numeric.gradients import digest
+from skein.plan.plan import Group, Path, Schedule
 from skein.protocol.messages.array_rounds import ArrayRound, PassKind
+from skein.protocol.messages.directives import GroupResult, Resumption
+from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.tensors import Phase
-from skein.protocol.worker.ops import LossOp
-from skein.types import ChunkRef, MicrobatchId, Own, Precision, StageIndex, StageSpec, Step, WorkerId
+from skein.protocol.worker.ops import ApplyOp, Joined, JoinOp, Loss, LossOp
+from skein.types import ChunkRef, JobId, MicrobatchId, Own, Precision, StageIndex, StageSpec, Step, WorkerId
 from tests.support.hands import record
-from tests.worker.lab import CPU
+from tests.worker.lab import ATTEMPT, CPU
 from tests.worker.sweep.trials import array_of, trial
 from worker.compute.batches import BatchReader
+from worker.compute.holding import Holding
+from worker.compute.ops import Compute
 from worker.compute.state import FATE, STEP
 from worker.data.dataset import open_dataset
 from worker.data.labelled import LabelledSamples
@@ -213,3 +218,42 @@ def test_rows_of_a_coreset_weigh_their_samples_as_a_trials_own_job(kind: PassKin
     module = Held(array_of(0)).chunk.module
     loss, num_valid = module.loss(*map(torch.from_numpy, (batch.inputs, batch.labels, batch.weights)))
     assert first.loss == pytest.approx(loss.item() / num_valid, rel=1e-12)
+
+
+@pytest.mark.parametrize("ledger", [(0, 1), ()], ids=["goes on", "begins anew"])
+def test_a_worker_that_is_fenced_goes_on_in_the_midst_of_a_round(ledger: tuple[int, ...]) -> None:
+    calm, held = Held(array_of(0, 1)), Held(array_of(0, 1))
+    calm.local_steps(0, 1, 2, 3)
+    compute = Compute(CPU)
+    holding = Holding(
+        job_id=JobId("j1"),
+        job=held.job,
+        worker=WorkerId("w"),
+        chunks={STAGE.index: held.chunk},
+        groups=(Group(group=GROUP, members=PATH.hops, num_shards=1),),
+        batches=held.batches,
+        resumption=None,
+    )
+    compute.hold(holding)
+    done = [compute.run(_op(m), {}).outcome for m in (0, 1)]
+    kept = ResumedChunk(stage=STAGE.index, ledger=tuple(MicrobatchId(m) for m in ledger), forwards=())
+    resumption = Resumption(
+        step=Step(0), schedule=Schedule(worker=WorkerId("w"), ops=()), chunks=(kept,), origins=(), repeats=()
+    )
+    compute.hold(replace(holding, resumption=resumption))
+    done += [compute.run(_op(m), {}).outcome for m in range(len(ledger), 4)]
+    group = holding.groups[0]
+    joined = compute.run(JoinOp(step=Step(0), group=group, attempt=ATTEMPT), {}).outcome
+    assert isinstance(joined, Joined)
+    assert joined.digest == digest(calm.chunk.accumulator(GROUP))
+    assert all(isinstance(x, Loss) for x in done)
+    result = GroupResult(
+        group=GROUP, attempt=ATTEMPT, digest=joined.digest, squared_norm=0.0, weight=1.0, num_tokens=1
+    )
+    compute.run(ApplyOp(record=replace(record(0), results=(result,))), {})
+    assert held.chunk.rows.num_updates == [4, 4]
+    compute.forget()
+
+
+def _op(m: int) -> LossOp:
+    return LossOp(phase=Phase.TRAIN, step=Step(0), microbatch=MicrobatchId(m), hop=0, path=PATH)
