@@ -433,12 +433,9 @@ def _read_rows(
     job: JobSpec, stage: StageSpec, manifest: ManifestReply, archive: Archive
 ) -> dict[str, Tensor]:
     """State of all rows of an array, each row's tensors named after it."""
-    names = saved_names(job, [stage])
-    found: dict[str, Tensor] = {}
-    for row in range(len(job.rows)):
-        tensors = read_state(manifest.stages, names, archive, walker=row)
-        found |= {f"{walker_prefix(row)}{name}": tensor for name, tensor in tensors.items()}
-    return found
+    rows = range(len(job.rows))
+    names = [f"{walker_prefix(row)}{name}" for row in rows for name in saved_names(job, [stage])]
+    return read_state(manifest.stages, names, archive)
 
 
 def _read_walker(

@@ -252,11 +252,11 @@ class Chunk:
         return {name: _copied(x) for name, x in self.state().items() if names is None or name in names}
 
     def copy_for_checkpoint(
-        self, walkers: Walkers = Walkers.ONE, *, row: int = 0
+        self, walkers: Walkers = Walkers.ONE
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of the parameters and of all else that is saved, less what a stage before saves too.
 
-        Of `MANY` walkers each saves what is its own as well. There is one `row`, unless it is an array.
+        Of `MANY` walkers each saves what is its own as well.
         """
         elsewhere = names_before(self.module.spec, self.stage)
         slots = saved(self.rule.slots, walkers)

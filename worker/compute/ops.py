@@ -334,9 +334,7 @@ class Compute:
         self._exchanges.finish(record, chunk, beside=True)
 
     def _save(self, op: SaveOp) -> Saved:
-        params, state = self._chunk_for(op).copy_for_checkpoint(
-            self._held.job.aggregation.walkers, row=op.walker
-        )
+        params, state = self._chunk_for(op).copy_for_checkpoint(self._held.job.aggregation.walkers)
         return Saved(
             job_id=self._held.job_id,
             generation=op.generation,

@@ -206,13 +206,12 @@ class ArrayChunk(Chunk):
         }
 
     def copy_for_checkpoint(
-        self, walkers: Walkers = Walkers.ONE, *, row: int = 0
+        self, walkers: Walkers = Walkers.ONE
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copies of a row's parameters, and of all else of it."""
-        copies = {
-            name: x.detach().to("cpu", copy=True).contiguous() for name, x in self.row_state(row).items()
-        }
-        return {name: copies.pop(name) for name in self.params}, copies
+        """Copies of the parameters of all rows, and of all else of them: together they are fewer files to write."""
+        copies = self.copy_state()
+        names = [f"{walker_prefix(row)}{name}" for row in range(len(self.rows)) for name in self.params]
+        return {name: copies.pop(name) for name in names}, copies
 
     def load_state(self, state: Mapping[str, Tensor], *, version: Step) -> None:
         """Take over the state of all rows, as `state` gives it.

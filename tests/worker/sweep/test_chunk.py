@@ -15,6 +15,7 @@ from skein.config.sweep.rows import ArraySpec
 from skein.errors import LocalError, UnfitError
 from skein.numeric.gradients import digest
 from skein.plan.plan import Group, Path, Schedule
+from skein.protocol.log.records import walker_prefix
 from skein.protocol.messages.array_rounds import ArrayRound, PassKind
 from skein.protocol.messages.directives import GroupResult, Resumption
 from skein.protocol.messages.progress import ResumedChunk
@@ -151,9 +152,11 @@ def test_a_round_that_is_begun_anew_comes_to_the_same_to_the_bit() -> None:
 def test_rows_with_their_fates_go_on_from_what_was_saved() -> None:
     held, other = Held(wild(2)), Held(wild(2))
     held.round()
+    params, rest = held.chunk.copy_for_checkpoint()
     for row in range(4):
-        params, rest = held.chunk.copy_for_checkpoint(row=row)
-        other.chunk.load_row(row, {**params, **rest})
+        prefix, all_tensors = walker_prefix(row), {**params, **rest}
+        own = {name: all_tensors[f"{prefix}{name}"] for name in held.chunk.row_state(row)}
+        other.chunk.load_row(row, own)
     assert other.chunk.going() == [0, 1, 3]
     moved = Held(wild(2))
     moved.chunk.load_state(held.chunk.copy_state(), version=Step(1))

@@ -2,7 +2,8 @@
 
 Rules of this file
 - Of many walkers every one is saved, each chunk by its own holder. The main walker has number 0, the others follow in
-  the plan's order; the only walker there is, is number 0 too. Rows of an array are saved like walkers, in their order.
+  the plan's order; the only walker there is, is number 0 too. Rows of an array are named like walkers,
+  in files of all of them.
 - What cannot be written for want of room, or of an answer, is no fault of who holds it. What a run waits for is asked
   for again and again, and only what is missing of it; of what goes on beside steps, another version is saved later.
 - What would be above the quota of the job's namespace is not asked for, as far as the last one tells of its size, and
@@ -142,8 +143,6 @@ class Savings(RunPart):
 
     def _parts(self, plan: Plan, main: int) -> dict[WorkerId, list[_Part]]:
         """Parts that each worker is to save."""
-        if self._job.spec.rows:
-            return _rows(plan, len(self._job.spec.rows))
         are_lines = self._job.spec.aggregation.walkers.are_lines
         return _own_parts(plan, main) if are_lines else self._shared_out(plan)
 
@@ -330,12 +329,6 @@ def _own_parts(plan: Plan, main: int) -> dict[WorkerId, list[_Part]]:
         for chunk in walker:
             parts_by_worker.setdefault(chunk.worker, []).append((chunk.stage, number))
     return parts_by_worker
-
-
-def _rows(plan: Plan, num_rows: int) -> dict[WorkerId, list[_Part]]:
-    """Rows of an array, which one worker holds whole."""
-    (chunk,) = (placed.chunk for placed in plan.chunks)
-    return {chunk.worker: [(chunk.stage, row) for row in range(num_rows)]}
 
 
 def _by_stage(files: Mapping[_Part, tuple[CheckpointFile, ...]]) -> tuple[StageFiles, ...]:
