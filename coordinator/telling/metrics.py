@@ -23,6 +23,7 @@ from prometheus_client import generate_latest as render_text
 
 import skein
 from coordinator.records.journal import Fold, job_of_record
+from coordinator.telling.arrays import ArrayMetrics
 from coordinator.telling.choices import ChoiceMetrics
 from coordinator.telling.exporting import MAX_LABELS, MAX_WORKERS, StatisticsCollector, counts_by_name
 from coordinator.telling.queued import QueueGauges
@@ -162,6 +163,8 @@ class CoordinatorMetrics:
         self._predicted = self._gauge("skein_predicted_step_seconds", "What the plan expects of a step")
         self._lower_bound = self._gauge("skein_lower_bound_step_seconds", "No plan could be faster")
         self._choices = ChoiceMetrics(self._gauge, self._counter)
+        retired = new_counter("skein_array_retired_rows_total", "Rows that were retired", ["reason"])
+        self._arrays = ArrayMetrics(self._gauge, retired)
         self._plan_step = new_gauge(
             "skein_plan_step_seconds",
             "A step as the plan has it, and the median of the last ones",
@@ -361,6 +364,8 @@ class CoordinatorMetrics:
             self._balance.labels(job).set(step.balance_loss)
         if step.drop_ratio is not None:
             self._drop_ratio.labels(job).set(step.drop_ratio)
+        if step.array is not None:
+            self._arrays.rounded(job, step.array)
         self._learning_rate.labels(job).set(step.learning_rate)
         self._throughput.labels(job).set(fold.tokens_per_s)
         if fold.last_step_s is not None:
@@ -386,6 +391,7 @@ class CoordinatorMetrics:
                     metric.remove(oldest)
                 self._show_stages(oldest, {})
                 self._choices.forget(oldest)
+                self._arrays.forget(oldest)
                 for kind in ("planned", "measured"):
                     self._plan_step.remove(oldest, kind)
         return self._jobs[job]

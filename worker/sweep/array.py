@@ -22,16 +22,13 @@ from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.optim.side_by_side import RowTerms, update_rows
 from skein.numeric.rows import RowBuffer
 from skein.numeric.walker import Walker
-from skein.protocol.messages.array_rounds import PassKind
+from skein.protocol.messages.array_rounds import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, PassKind
 from skein.protocol.rounds.weighing import clip_of
 from worker.model.base import IGNORED_LABEL, Stage
 from worker.sweep.passes import Pass, RowBatch, make_pass
 
 Batches = Iterable[RowBatch]
 """Microbatches of one step."""
-
-
-LOSS_NOT_FINITE, GRADIENT_NOT_FINITE = "loss not finite", "gradient not finite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

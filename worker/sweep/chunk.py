@@ -24,7 +24,14 @@ from skein.numeric.rows import RowBuffer
 from skein.numeric.sums import exact_sum
 from skein.numeric.walker import Walker
 from skein.protocol.log.records import walker_prefix
-from skein.protocol.messages.array_rounds import ArrayRound, PassKind, RowNumbers, RowScore
+from skein.protocol.messages.array_rounds import (
+    PARAMETERS_NOT_FINITE,
+    REASONS,
+    ArrayRound,
+    PassKind,
+    RowNumbers,
+    RowScore,
+)
 from skein.protocol.messages.directives import StepRecord
 from skein.protocol.worker.ops import Loss, LossInputOp, LossOp
 from skein.types import GroupId, StageSpec, Step
@@ -32,13 +39,12 @@ from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
 from worker.compute.state import FATE, STEP, by_name
 from worker.model.stage import Stage, build_stage
-from worker.sweep.array import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, RowArray, RowSettings, RowStep
+from worker.sweep.array import RowArray, RowSettings, RowStep
 from worker.sweep.blame import check_sane
 from worker.sweep.choosing import PassChoice, PassChoices
 from worker.sweep.reading import RowReader
 
-PARAMETERS_NOT_FINITE = "parameters not finite"
-_REASONS = ("", LOSS_NOT_FINITE, GRADIENT_NOT_FINITE, PARAMETERS_NOT_FINITE)
+_REASONS = ("", *REASONS)
 """By the number under which a reason is saved."""
 _RATE_RATIO = 0.5
 """Share of its learning rate that a row goes on with after it was put back."""

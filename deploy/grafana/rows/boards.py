@@ -8,6 +8,7 @@ Rules of this package
 """
 
 from deploy.grafana.rows.aggregation import AGGREGATION
+from deploy.grafana.rows.arrays import ARRAYS
 from deploy.grafana.rows.choices import CHOICES
 from deploy.grafana.rows.coordinator import COORDINATOR
 from deploy.grafana.rows.incidents import INCIDENTS, RECOVERY
@@ -21,7 +22,7 @@ BOARDS = (
         name="training",
         title="Skein: training",
         about="What is trained, how well and how fast. Vertical lines: new plans.",
-        rows=(AT_A_GLANCE, TRAINING, PLAN, AGGREGATION, CHOICES),
+        rows=(AT_A_GLANCE, TRAINING, PLAN, AGGREGATION, CHOICES, ARRAYS),
     ),
     Board(
         name="fleet",

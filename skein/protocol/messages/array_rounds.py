@@ -12,6 +12,11 @@ from math import isfinite
 
 from skein.numeric.sums import exact_sum
 
+LOSS_NOT_FINITE, GRADIENT_NOT_FINITE = "loss not finite", "gradient not finite"
+PARAMETERS_NOT_FINITE = "parameters not finite"
+REASONS = (LOSS_NOT_FINITE, GRADIENT_NOT_FINITE, PARAMETERS_NOT_FINITE)
+"""Reasons for which rows are retired."""
+
 
 class PassKind(StrEnum):
     """Way of the rows of an array through their models: as one wider model, by `torch.func.vmap`, or in turn."""

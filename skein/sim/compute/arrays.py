@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from skein.config.job import ArrayJob, read_spec
-from skein.protocol.messages.array_rounds import ArrayRound, PassKind, RowNumbers, RowScore
+from skein.protocol.messages.array_rounds import LOSS_NOT_FINITE, ArrayRound, PassKind, RowNumbers, RowScore
 from skein.protocol.messages.directives import Assign
 from skein.protocol.messages.reports import Balance
 from skein.protocol.worker.ops import ApplyOp, ComputeOp, Loss
@@ -21,7 +21,6 @@ from skein.types import StageIndex, WorkerId
 
 _DIVERGES_AT = (21, 40)
 """Counts of updates after which a row that diverges does: for the first time, and if it goes on after that, again."""
-_REASON = "loss not finite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +165,7 @@ class ArrayExecutor(SimExecutor):
             return row.stepped()
         if job.array.on_divergence == "rewind" and not row.num_rewinds:
             return replace(self._rows[at], num_rewinds=1)
-        return replace(self._rows[at], num_rewinds=row.num_rewinds, retired=_REASON)
+        return replace(self._rows[at], num_rewinds=row.num_rewinds, retired=LOSS_NOT_FINITE)
 
     def _apply(self, op: ApplyOp) -> None:
         super()._apply(op)

@@ -16,7 +16,7 @@ from skein.errors import LocalError, UnfitError
 from skein.numeric.gradients import digest
 from skein.plan.plan import Group, Path, Schedule
 from skein.protocol.log.records import walker_prefix
-from skein.protocol.messages.array_rounds import ArrayRound, PassKind
+from skein.protocol.messages.array_rounds import PARAMETERS_NOT_FINITE, ArrayRound, PassKind
 from skein.protocol.messages.directives import GroupResult, Resumption
 from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.tensors import Phase
@@ -31,7 +31,7 @@ from worker.compute.ops import Compute
 from worker.compute.state import FATE, STEP
 from worker.data.dataset import open_dataset
 from worker.data.labelled import LabelledSamples
-from worker.sweep.chunk import PARAMETERS_NOT_FINITE, ArrayChunk
+from worker.sweep.chunk import ArrayChunk
 
 STAGE = StageSpec(index=StageIndex(0), first=0, stop=2)
 PATH = Path(hops=(ChunkRef(stage=STAGE.index, worker=WorkerId("w")),))
