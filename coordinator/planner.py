@@ -1,4 +1,4 @@
-"""Planning as Ray tasks, so that a long search uses the cluster and never blocks the coordinator.
+"""Planning, and choosing rows, as Ray tasks: what takes long uses the cluster and never blocks the coordinator.
 
 Rules of this file
 - Every request is answered: by tasks, by others if those are lost or late, or by this process. What is searched for and
@@ -19,9 +19,10 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from coordinator.driver import choose_beside
 from skein.plan.plan import Infeasible
 from skein.plan.route.portfolio import Portfolio
-from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
+from skein.protocol.coordinator.coordinator_io import ChooseRows, MakePlan, PlanMade, RowsChosen
 from skein.protocol.coordinator.runs.placing.portfolio import (
     FoundPlan,
     answered,
@@ -34,6 +35,8 @@ from skein.protocol.coordinator.runs.placing.portfolio import (
 PLAN_S = 20.0
 """Seconds that one try may take beyond the job's budget, waiting for a free CPU included."""
 NUM_TRIES = 2
+CHOOSE_S = 120.0
+"""Seconds for a choice of rows, waiting for a free CPU included."""
 NICENESS = 15
 """Nice value of processes that plan."""
 _log = logging.getLogger("coordinator")
@@ -70,9 +73,30 @@ def _search_behind(asked: MakePlan, seed: int) -> Iterator[FoundPlan]:
     yield from search(asked, seed, now=time.monotonic)
 
 
+def _choose_behind(asked: ChooseRows) -> RowsChosen:
+    _step_back()
+    return asked.answer()
+
+
+_choose_task = ray.remote(num_cpus=1, max_retries=2)(_choose_behind)
 _plan_task = ray.remote(num_cpus=1, max_retries=2)(_plan_behind)
 _warm_task = ray.remote(num_cpus=1, max_retries=2)(_warm_up_behind)
 _search_task = cast(_Searching, ray.remote(num_cpus=1, max_retries=0)(_search_behind))
+
+
+async def choose_by_ray(asked: ChooseRows, limit_s: float = CHOOSE_S) -> RowsChosen:
+    """The choice by a task of the Ray cluster that this process is in; by a thread here if that is lost or late."""
+    running = _choose_task.remote(asked)
+    try:
+        async with asyncio.timeout(limit_s):
+            return await running
+    except TimeoutError:
+        _log.warning("job=%s no choice of rows within %.0f s: made here", asked.run, limit_s)
+    except RayError as error:
+        _log.warning("job=%s a choice of rows was lost (%s): made here", asked.run, _last_line(error))
+    finally:
+        ray.cancel(running)
+    return await choose_beside(asked)
 
 
 class RayPlanner:

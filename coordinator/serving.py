@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.checkpoints import CheckpointStore
-from coordinator.driver import AnswerPlan, AppendLog, Driver, wall_clock
+from coordinator.driver import AnswerChoice, AnswerPlan, AppendLog, Driver, choose_beside, wall_clock
 from coordinator.identity.office import FOLDER as AUTHORITY_FOLDER
 from coordinator.identity.office import IdentityOffice
 from coordinator.identity.page_tls import PageTls, hosts_of_this_machine
@@ -127,6 +127,7 @@ class ReplayedLog:
         log: AppendLog,
         store: CheckpointStore,
         plan: AnswerPlan,
+        choose: AnswerChoice,
         now: Callable[[], float],
         audit: AuditLog,
     ) -> Driver:
@@ -135,6 +136,7 @@ class ReplayedLog:
             self.machine,
             log,
             plan=plan,
+            choose=choose,
             checkpoints=store,
             clock=now,
             journal=self.journal,
@@ -253,7 +255,12 @@ class Serving:
 
     @classmethod
     async def start(
-        cls, options: ServingOptions, plan: AnswerPlan, *, wrap: WrapLog = lambda log: log
+        cls,
+        options: ServingOptions,
+        plan: AnswerPlan,
+        *,
+        choose: AnswerChoice = choose_beside,
+        wrap: WrapLog = lambda log: log,
     ) -> "Serving":
         """Take over the state directory and serve; `wrap` is put around the run log.
 
@@ -267,7 +274,7 @@ class Serving:
             undo.callback(log.close)
             doors = await Doors.open(options, memory.metrics)
             undo.pop_all()
-        return await cls.begin(log, options, plan, memory, doors, wrap=wrap, clock=clock)
+        return await cls.begin(log, options, plan, memory, doors, choose=choose, wrap=wrap, clock=clock)
 
     @classmethod
     async def begin(
@@ -278,6 +285,7 @@ class Serving:
         memory: ReplayedLog,
         doors: Doors,
         *,
+        choose: AnswerChoice,
         wrap: WrapLog,
         clock: Callable[[], float],
     ) -> "Serving":
@@ -291,7 +299,7 @@ class Serving:
             _refuse_crash_loop(memory.openings, now=clock())
             patient = PatientLog(wrap(log))
             store = CheckpointStore(options.state_dir / CHECKPOINTS, places=options.places)
-            driver = memory.drive(traced(patient), store, plan, clock, doors.audit)
+            driver = memory.drive(traced(patient), store, plan, choose, clock, doors.audit)
             address = options.advertise or doors.service.address
             lead, roster = Lead(log, address, takeover_s=options.takeover_s), Roster(memory.machine)
             doors.board.lead(Looks(driver, roster, memory.metrics))

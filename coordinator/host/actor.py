@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from coordinator.lead.standby import Standby
-from coordinator.planner import RayPlanner
+from coordinator.planner import RayPlanner, choose_by_ray
 from coordinator.serving import Serves, Serving, ServingOptions
 from coordinator.telling.logs import begin_coordinator_log
 from skein.errors import SkeinError
@@ -106,9 +106,9 @@ class Host:
                 self._address = standby.address
                 self._listening.set()
                 planner.warm_up()
-                self._serving = await standby.lead(planner)
+                self._serving = await standby.lead(planner, choose=choose_by_ray)
             else:
-                self._serving = await Serving.start(serving, planner)
+                self._serving = await Serving.start(serving, planner, choose=choose_by_ray)
                 planner.warm_up()
         except SkeinError as error:
             _log.critical("cannot serve: %s", error)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from coordinator.driver import AnswerPlan, wall_clock
+from coordinator.driver import AnswerChoice, AnswerPlan, choose_beside, wall_clock
 from coordinator.lead.lease import AGAIN_S
 from coordinator.records.logfile import Holder, Lease, LogBusy, LogFull
 from coordinator.records.store import Lookout, RunLog
@@ -50,7 +50,13 @@ class Standby:
         """Records of the log that it knows."""
         return self._memory.num_records
 
-    async def lead(self, plan: AnswerPlan, *, wrap: WrapLog = lambda log: log) -> Serving:
+    async def lead(
+        self,
+        plan: AnswerPlan,
+        *,
+        choose: AnswerChoice = choose_beside,
+        wrap: WrapLog = lambda log: log,
+    ) -> Serving:
         """Wait until the leader has been silent for `takeover_s`, then serve in its place; `wrap` as of `Serving`.
 
         Raises:
@@ -63,7 +69,9 @@ class Standby:
             lookout = await asyncio.to_thread(Lookout, options.state_dir)
             log = await self._watch(lookout, clock)
             undo.pop_all()
-        return await Serving.begin(log, options, plan, self._memory, self._doors, wrap=wrap, clock=clock)
+        return await Serving.begin(
+            log, options, plan, self._memory, self._doors, choose=choose, wrap=wrap, clock=clock
+        )
 
     async def close(self) -> None:
         """Stand by no more."""

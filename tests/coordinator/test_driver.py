@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import numpy as np
 import pytest
 
 from coordinator.checkpoints import DamagedError
@@ -10,7 +11,9 @@ from coordinator.driver import wall_clock
 from coordinator.records.logfile import LogFull
 from coordinator.records.store import Fenced
 from coordinator.streams import Stream
+from skein.config.data.coreset import CoresetSpec
 from skein.errors import LocalError, RemoteError, UserError
+from skein.numeric.coreset.distributed import Candidates
 from skein.plan.plan import Infeasible
 from skein.protocol.coordinator.coordinator_io import (
     CancelAsked,
@@ -20,10 +23,20 @@ from skein.protocol.coordinator.coordinator_io import (
     SubmitAsked,
     WriteManifest,
 )
-from skein.protocol.log.records import GenerationOpened, HaltAsked, JobEnded, JobSubmitted
-from skein.protocol.messages.directives import Directive, NewGeneration, Welcome
-from skein.protocol.messages.reports import Beat
-from skein.types import Condition, Epoch, Incarnation, JobId, JobState, WorkerId
+from skein.protocol.log.records import CoresetChosen, GenerationOpened, HaltAsked, JobEnded, JobSubmitted
+from skein.protocol.messages.coresets import parts_of
+from skein.protocol.messages.directives import (
+    Assign,
+    Directive,
+    Evaluate,
+    NewGeneration,
+    Start,
+    UseChoice,
+    Welcome,
+)
+from skein.protocol.messages.reports import Beat, ChunksReady
+from skein.protocol.messages.tensors import Phase
+from skein.types import Condition, Epoch, Incarnation, JobId, JobState, Step, WorkerId
 from tests.coordinator.builders import (
     MemoryLog,
     checkpointed,
@@ -231,6 +244,40 @@ async def test_a_crash_of_the_planner_ends_the_driver_with_its_error() -> None:
         await it.acknowledge(stream)
         with pytest.raises(ArithmeticError, match="no such plan"):
             await it.running
+
+
+async def test_rows_are_chosen_beside_the_loop_and_recorded_before_anybody_hears_of_it() -> None:
+    spec = job_spec()
+    coreset = CoresetSpec(method="craig", fraction=0.5)
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"coreset": coreset})})
+    picked = Candidates(
+        counts={0: 2, 1: 2},
+        ids=np.array([0, 3, 1, 2], np.int32),
+        sizes=np.array([2, 2, 3, 1], np.float32),
+        factors=(np.arange(4, dtype=np.float32)[:, None],),
+        num_set_aside=0,
+    )
+    async with lab() as it:
+        stream = await it.join()
+        await it.driver.ask(SubmitAsked(key="a", spec=spec))
+        generation = (await it.acknowledge(stream)).generation
+        assert isinstance(await stream.take(), Assign)
+        ready = ChunksReady(
+            generation=generation, num_train_samples=8, num_validation_samples=0, data_fingerprint="rows"
+        )
+        await it.driver.reported(stream, ready)
+        asked = await stream.take()
+        assert isinstance(asked, Evaluate)
+        assert (asked.phase, asked.num_microbatches, asked.num_rows) == (Phase.SELECT, 4, 8)
+        for part in parts_of(picked, generation, Step(0), part_bytes=40):
+            await it.driver.reported(stream, part)
+        told = await stream.take()
+        assert isinstance(told, UseChoice)
+        (record,) = [x for x in it.log.records if isinstance(x, CoresetChosen)]
+        assert told.choice == record.told
+        assert record.told.read().ids.tolist() == [0, 1, 2, 3]
+        assert record.told.read().sizes.tolist() == [2, 3, 1, 2]
+        assert isinstance(await stream.take(), Start)
 
 
 async def test_a_name_that_no_file_of_a_checkpoint_has_fails_the_checkpoint_not_the_coordinator() -> None:

@@ -3,19 +3,22 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import ray
 from ray.exceptions import RayTaskError, WorkerCrashedError
 
 from coordinator import planner
-from coordinator.planner import NUM_TRIES, RayPlanner
+from coordinator.planner import NUM_TRIES, RayPlanner, choose_by_ray
 from skein.config.job import PlanSpec
+from skein.numeric.coreset.greedy import Greedy
+from skein.numeric.coreset.portions import Picking, Portion
 from skein.plan import searched
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.check import violations
 from skein.plan.plan import Infeasible, Plan
-from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
+from skein.protocol.coordinator.coordinator_io import ChooseRows, MakePlan, PlanMade, RowsChosen
 from skein.protocol.coordinator.runs.placing.portfolio import FoundPlan, plan_here, search
 from skein.topology.fleet import Fleet, FleetWorker
 from skein.types import JobId, SiteId, WorkerId
@@ -268,3 +271,54 @@ def test_a_search_finds_nothing_where_no_plan_exists() -> None:
     question = asked("search", budget_s=0.02, fleet=Fleet(workers=(), links=()))
     assert isinstance(make_balanced_plan(question.job, question.fleet, None, 0), Infeasible)
     assert list(search(question, 1, now=lambda: 0.0)) == []
+
+
+# --- choices of rows ---
+
+
+def with_choices(
+    monkeypatch: pytest.MonkeyPatch, choose: Callable[[], Awaitable[RowsChosen]]
+) -> list[object]:
+    """Tasks that answer so, in place of Ray; gives what is cancelled."""
+    cancelled: list[object] = []
+    monkeypatch.setattr(planner, "_choose_task", SimpleNamespace(remote=lambda _asked: choose()))
+    monkeypatch.setattr(ray, "cancel", cancelled.append)
+    return cancelled
+
+
+def rows_asked() -> ChooseRows:
+    portion = Portion(num_rows=20, block_rows=2, num_ways=1, ways=(0,))
+    picking = Picking(num_picks=5, is_local=False, form=Greedy.AUTO, seed=3)
+    worker = WorkerId("w1")
+    return ChooseRows(
+        request=4,
+        run=JobId("j"),
+        portions={worker: portion},
+        proposed={worker: "it was lost"},
+        picking=picking,
+    )
+
+
+async def test_a_task_chooses_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for, other = rows_asked(), replace(rows_asked(), request=5).answer()
+
+    async def choose() -> RowsChosen:
+        return other
+
+    cancelled = with_choices(monkeypatch, choose)
+    assert await choose_by_ray(asked_for) is other
+    assert len(cancelled) == 1
+
+
+@pytest.mark.parametrize("lost", [crashed, never, wrong])
+async def test_rows_are_chosen_here_where_no_task_does(monkeypatch: pytest.MonkeyPatch, lost: Answer) -> None:
+    async def choose() -> RowsChosen:
+        await lost()
+        raise AssertionError("nobody answers that")
+
+    with_choices(monkeypatch, choose)
+    asked_for = rows_asked()
+    made = await choose_by_ray(asked_for, limit_s=0.05)
+    assert made.request == asked_for.request
+    assert made.chosen.choice.digest == asked_for.answer().chosen.choice.digest
+    assert made.chosen.faults == {WorkerId("w1"): "it was lost"}

@@ -1,22 +1,26 @@
-"""Searches as tasks of a real Ray cluster: some are killed, and what they had found is not lost."""
+"""Searches and choices as tasks of a real Ray cluster: some are killed, and what they had found is not lost."""
 
 import asyncio
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import psutil
 import pytest
 import ray
 
-from coordinator.planner import RayPlanner
+from coordinator.planner import RayPlanner, choose_by_ray
+from skein.config.data.coreset import CoresetSpec
 from skein.config.job import JobSpec, PlanSpec
+from skein.numeric.coreset.features import vectors
+from skein.numeric.coreset.portions import Picking, Portion, pick_candidates
 from skein.plan.check import violations
 from skein.plan.plan import Plan
 from skein.plan.route.portfolio import Portfolio
-from skein.protocol.coordinator.coordinator_io import MakePlan
+from skein.protocol.coordinator.coordinator_io import ChooseRows, MakePlan
 from skein.protocol.coordinator.runs.placing.portfolio import FoundPlan
 from skein.topology.fleet import Fleet
-from skein.types import JobId
+from skein.types import JobId, WorkerId
 from tests.plan.builders import fleet, job
 
 LIMIT_S = 300.0
@@ -102,3 +106,20 @@ async def test_killed_searches_cost_only_what_they_had_yet_to_find(num_killed: i
     assert violations(made.result, question.job, question.fleet) == ()
     assert not made.may_improve
     assert made.result.predicted_step_s <= had
+
+
+async def test_rows_are_chosen_by_a_task_as_they_are_here(cluster: None) -> None:
+    spec = CoresetSpec(method="craig", fraction=0.1)
+    picking = Picking.at(spec, 3, num_rows=400)
+    x, y = np.random.default_rng(1).normal(size=(400, 6)), np.arange(400) % 3
+    portions = {
+        WorkerId(f"w{i}"): Portion(num_rows=400, block_rows=8, num_ways=2, ways=(i,)) for i in range(2)
+    }
+    proposed = {
+        worker: pick_candidates(vectors(x[own.ids]), y[own.ids], own.ids, picking, num_rows=400)
+        for worker, own in portions.items()
+    }
+    wanted = ChooseRows(request=1, run=JobId("j"), portions=portions, proposed=proposed, picking=picking)
+    made = await choose_by_ray(wanted, limit_s=LIMIT_S)
+    assert made.chosen.choice.digest == wanted.answer().chosen.choice.digest
+    assert (made.request, len(made.chosen.choice.ids), made.chosen.faults) == (1, 40, {})

@@ -20,6 +20,7 @@ from skein.protocol.messages.coresets import CandidatesPicked, candidates_of, pa
 from skein.sim.compute.rows import NUM_ROWS, picked_of
 from skein.sim.shapes import shape_of
 from skein.types import Generation, Incarnation, JobId, MicrobatchId, Step, WorkerId
+from skein.wire import codec
 from tests.support.plans import chunk, path, plan_of
 
 NAMES = ("a", "b", "c", "d")
@@ -100,6 +101,16 @@ def test_candidates_are_the_same_in_however_many_parts_they_come() -> None:
         (found.ids, found.sizes, *found.factors), (whole.ids, whole.sizes, *whole.factors), strict=True
     ):
         assert np.array_equal(one, other)
+
+
+def test_a_worker_tells_four_bytes_for_each_number_of_its_candidates_and_a_kilobyte() -> None:
+    blocks = [MicrobatchId(m) for m in range(NUM_ROWS // 2)]
+    found = picked_of(JOB, Step(0), blocks, num_rows=NUM_ROWS)
+    parts = parts_of(found, GENERATION, Step(0))
+    num_bytes = sum(codec.REPORT.encode(part).ByteSize() for part in parts)
+    num_numbers = sum(found.widths) + 2
+    assert num_bytes <= 4 * len(found.ids) * num_numbers + 1024
+    assert [codec.REPORT.decode(codec.REPORT.encode(part)) for part in parts] == list(parts)
 
 
 def test_a_choice_is_asked_for_when_all_have_picked_and_recorded_before_it_is_told(bench: Bench) -> None:
