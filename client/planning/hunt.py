@@ -5,14 +5,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import psutil
 
 from client.given import ended_by
 from client.planning.members import MemberProcesses, PortfolioStanding
-from client.planning.messages import Errand, Objective, PlanFound
+from client.planning.messages import Errand, Objective, PlanFound, plan_found
 from skein.errors import UserError
 from skein.own import install_hint
 from skein.plan.route.portfolio import Portfolio
@@ -108,7 +108,26 @@ def hunt(
                 on_news(case, standing, has_changed)
         except KeyboardInterrupt:
             is_interrupted = True
+    if standing.has_only_begun and not is_interrupted:
+        case = taken_as_begun(case, standing, order)
     return Hunted(case=case, standing=standing, is_interrupted=is_interrupted)
+
+
+def taken_as_begun(case: "KnownProblem", standing: PortfolioStanding, order: Order) -> "KnownProblem":
+    """The case with a remark that there was no time for a search, and the routing it begins with taken for the best.
+
+    As it is where no routing is known.
+    """
+    from skein.plan.route.search import Search
+
+    found = None if case.start is None else Search(case.searched, seed=order.seed, start=case.start).best
+    if found is None:
+        return case
+    best = plan_found(found.routing, seed=order.seed, step_s=found.step_s, jittered_s=found.jittered_s)
+    standing.portfolio.take(0, best.cost, best)
+    went_by = f"{standing.started_s:.1f} of {order.budget_s:g} s went by before it could begin"
+    remark = f"nothing was searched for, {went_by}: raise --budget-s, or ask again when less runs here"
+    return replace(case, remarks=(*case.remarks, remark))
 
 
 def _require_planner() -> None:

@@ -60,6 +60,11 @@ class PortfolioStanding:
         return self.portfolio.best
 
     @property
+    def has_only_begun(self) -> bool:
+        """Whether no member has told of a plan, nor of why there is none."""
+        return self.best is None and not (self.refused or self.losses)
+
+    @property
     def is_held_up(self) -> bool:
         """Whether the search is being compiled, and no member has got further yet."""
         return self.is_compiling and not (self.num_moves_by_member or self.has_done or self.refused)

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from client.cli.plan import best_so_far
 from client.planning.case import case_of
 from client.planning.first import first_plan
-from client.planning.hunt import Order, hunt
+from client.planning.hunt import Order, hunt, taken_as_begun
 from client.planning.member import member_messages
 from client.planning.members import MemberProcesses, PortfolioStanding
 from client.planning.messages import (
@@ -278,3 +279,22 @@ def test_a_hunt_that_found_nothing_in_time_says_what_starting_took() -> None:
     standing = PortfolioStanding(portfolio=Portfolio(seeds=(0,)), started_s=3.25)
     with pytest.raises(NoPlan, match=r"3\.2 of 4 s went by before the search began: raise --budget-s"):
         best_so_far(standing, order)
+
+
+def test_where_there_was_no_time_to_search_what_a_job_begins_with_is_the_plan_and_it_says_so() -> None:
+    order = Order(objective=None, seed=0, num_processes=1, budget_s=4.0, num_rounds=None, began_s=0.0)
+    standing = PortfolioStanding(portfolio=Portfolio(seeds=(0,)), started_s=3.25)
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    fleet = case_of(page.split("```yaml\n")[1].split("```")[0], origin="docs")
+    has_only_begun = standing.has_only_begun
+    told = taken_as_begun(fleet, standing, order)
+    assert (has_only_begun, standing.has_only_begun) == (True, False)
+    best = best_so_far(standing, order)
+    assert timeline(fleet.searched, best.routing).step_s == best.step_s
+    assert "nothing was searched for, 3.2 of 4 s went by before it could begin" in told.remarks[-1]
+    # An instance knows no routing.
+    empty = PortfolioStanding(portfolio=Portfolio(seeds=(0,)), started_s=3.25)
+    assert (
+        taken_as_begun(case_of(TEXT, origin="x"), empty, order).remarks == case_of(TEXT, origin="x").remarks
+    )
+    assert empty.has_only_begun
