@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -35,7 +35,7 @@ from skein.wire.process.logs import LogFormat
 from skein.wire.process.state_dir import default_state_dir
 from worker.data.cache import usual_cache
 from worker.joining import identity_by
-from worker.mesh.devices import parse_devices
+from worker.mesh.devices import claimed, parse_devices
 from worker.naming import take_name
 from worker.telling.logs import LogTail, begin_worker_log
 from worker.transport.memory import keep_message_buffers
@@ -157,6 +157,18 @@ async def _be(setting: "WorkerSetting") -> int:
     """Be the worker of this setting until the end; the exit code. Where a device is lost, the others come back."""
     sys.setswitchinterval(_SWITCH_S)
     keep_message_buffers()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(claimed(setting.devices, default_state_dir() / "devices", os.environ))
+        except UserError as error:
+            return _fail(error, FAILED)
+        except OSError as error:
+            _log.warning("other meshes are not told of the devices of this one: %s", error)
+        return await _go_on(setting)
+
+
+async def _go_on(setting: "WorkerSetting") -> int:
+    """The exit code, once nothing depends on the worker, or no device is left."""
     with _stopping() as (posts, asked):
         while True:
             end = await _incarnate(setting, lambda inbox: posts.append(inbox.post))
