@@ -1,19 +1,22 @@
 """What an epoch of a job's data is: told and recorded once, with the steps that its budget is."""
 
-from skein.config.job import BudgetSpec
+import pytest
+
+from skein.config.job import BudgetSpec, JobSpec
 from skein.protocol.coordinator.coordinator_io import Append, Log, Outbox
 from skein.protocol.coordinator.runs.steps.counting import count_data
 from skein.protocol.log.history import History
 from skein.protocol.log.records import DataCounted, JobResumed, JobSubmitted
+from skein.sim.shapes import shape_of
 from skein.types import JobId
 from tests.support.jobs import small_job
 
 JOB = JobId("j-1")
 
 
-def counting(budget: BudgetSpec) -> tuple[History, Outbox]:
+def counting(budget: BudgetSpec, job: JobSpec | None = None) -> tuple[History, Outbox]:
     history = History()
-    spec = small_job().model_copy(update={"budget": budget})
+    spec = (job or small_job()).model_copy(update={"budget": budget})
     history.apply(JobSubmitted(job=JOB, key="k", spec=spec.canonical_json(), wall_s=0.0))
     return history, Outbox(history)
 
@@ -40,3 +43,12 @@ def test_more_steps_take_the_place_of_epochs() -> None:
     assert job.total_steps == 10
     history.apply(JobResumed(job=JOB, steps=30, wall_s=2.0))
     assert job.total_steps == 30
+
+
+@pytest.mark.parametrize("num_rows", [0, 3, 1 << 50])
+def test_rows_that_cannot_be_chosen_of_end_the_job_and_are_not_recorded(num_rows: int) -> None:
+    history, outbox = counting(BudgetSpec(steps=10), shape_of("line 1x4 chosen").job(steps=10))
+    doubt = count_data(history.jobs[JOB], num_rows, outbox, now=1.0)
+    assert doubt is not None
+    assert doubt.startswith(f"data: {num_rows} rows: choices along the run are made of ")
+    assert outbox.drain() == []

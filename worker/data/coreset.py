@@ -28,7 +28,7 @@ from skein.errors import UserError
 from skein.numeric.coreset.choice import Choice, choose_by_chance, choose_coreset
 from skein.numeric.coreset.features import vectors
 from skein.numeric.coreset.greedy import Greedy
-from skein.protocol.messages.coresets import MOST_PICKS, ToldChoice
+from skein.protocol.messages.coresets import MOST_PICKS, MOST_ROWS, ToldChoice
 from skein.storage.outside import call_moved
 from skein.units import format_bytes
 
@@ -174,6 +174,9 @@ def coreset_of(
     if spec.follows_model and num_picks > MOST_PICKS:
         hint = f"{num_picks} rows are more than can be told at once: give at most {MOST_PICKS / len(labels_N):.3g}"
         raise UserError("data.coreset.fraction", spec.fraction, hint)
+    if spec.follows_model and len(labels_N) > MOST_ROWS:
+        hint = f"{len(labels_N)} rows are more than can be compared along the run: give inputs, or method: random"
+        raise UserError("data.coreset.feature", spec.feature, hint)
     first: Choice | None = None
     if spec.method == "random":
         first = by_chance(spec, groups_N, num_picks, number=0)

@@ -54,6 +54,11 @@ class Portion:
         rows = np.arange(self.num_rows)
         return rows[np.isin(rows // self.block_rows % self.num_ways, self.ways)]
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether there are any: told at once, however many rows all have."""
+        return min(self.ways) * self.block_rows < self.num_rows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picking:

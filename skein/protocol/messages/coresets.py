@@ -18,6 +18,8 @@ PART_BYTES = 1 << 20
 """Bytes of a part of a worker's candidates, at most, unless a single one is larger."""
 MOST_PICKS = 1 << 18
 """Rows of a choice, at most: it is told as one message."""
+MOST_ROWS = (1 << 24) - 1
+"""Rows that are chosen of along a run, at most: whoever chooses has arrays of all their ids."""
 MOST_CANDIDATE_BYTES = 256 << 20
 """Bytes of all candidates of a choice, at most: they are together in the coordinator's memory."""
 _IDS, _FLOATS = np.dtype("<i4"), np.dtype("<f4")

@@ -58,6 +58,8 @@ def total(chosen: Chosen) -> float:
 def test_portions_are_disjoint_and_together_all_rows() -> None:
     ids = np.concatenate([x.ids for x in portions(3).values()])
     assert sorted(ids.tolist()) == list(range(NUM_ROWS))
+    few = [Portion(num_rows=9, block_rows=4, num_ways=5, ways=(way, 4)) for way in range(4)]
+    assert [x.has_rows for x in few] == [len(x.ids) > 0 for x in few] == [True, True, True, False]
     uneven = Portion(num_rows=NUM_ROWS, block_rows=BLOCK, num_ways=3, ways=(0, 2))
     assert len(uneven.ids) == NUM_ROWS - len(portions(3)[NAMES[1]].ids)
 

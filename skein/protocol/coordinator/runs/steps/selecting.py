@@ -234,7 +234,7 @@ class Selecting(RunPart):
             )
             for worker in sorted(set(ends))
         }
-        return {worker: portion for worker, portion in found.items() if len(portion.ids)}
+        return {worker: portion for worker, portion in found.items() if portion.has_rows}
 
     def _wanting(self) -> list[WorkerId]:
         return [worker for worker in self._portions if worker not in self._proposed]
