@@ -50,6 +50,14 @@ def test_a_range_says_in_words_what_would_be_right(field: str) -> None:
     assert str(refused.value).endswith(f"give {row.hint}")
 
 
+@pytest.mark.parametrize("message", ["StageDone.loss_sum", "RowNumbers.loss", "EvaluationDone.loss_sum"])
+def test_a_loss_on_its_way_to_infinity_is_honest(message: str) -> None:
+    row = range_of(*message.split("."))
+    assert row is not None
+    for loss in (1e31, 3.4e38, 1e200, inf, nan):
+        row.check(message, loss)
+
+
 def _wrong(row: Range, field: FieldDescriptor) -> list[float | int]:
     """Numbers that the field's type holds and its range does not."""
     if field.cpp_type != FieldDescriptor.CPPTYPE_DOUBLE:

@@ -61,7 +61,8 @@ STATISTIC = Range(least=0.0, most=1e300, hint="a finite number of at least 0")
 FACTOR = Range(least=-1e30, most=1e30, hint="a finite factor, from -1e30 to 1e30")
 SKETCH = Range(least=-1e300, most=1e300, hint="a number within 1e300, or not finite", may_be_not_finite=True)
 LEARNING_RATE = Range(least=0.0, most=1e9, hint="a learning rate, from 0 to 1e9")
-LOSS = Range(least=-1e30, most=1e30, hint="nats, within 1e30 or not finite", may_be_not_finite=True)
+# What diverges goes through all that a float holds before it is not finite, and its worker does nothing wrong.
+LOSS = Range(least=-1e300, most=1e300, hint="nats, within 1e300 or not finite", may_be_not_finite=True)
 NORM = Range(least=0.0, most=1.7e308, hint="a norm of at least 0, or not finite", may_be_not_finite=True)
 
 _FIELDS = {
