@@ -72,12 +72,12 @@ _FIELDS = {
         "samples_after num_late_samples progress sequence since since_line line entry tensor seed num_tokens "
         "tokens num_train_samples num_validation_samples num_incidents num_files num_steps_lost num_steps "
         "num_choices Balance.num_dropped num_updates num_rewinds num_local_steps num_rows num_set_aside num_by_chance "
-        "passes next_version"
+        "passes next_version num_steps_wanted"
     ),
     WORD: (
         "protocol_version num_rerouted num_retried num_samples_repeated num_dropped num_tensors "
         "num_workers num_holders num_asked limit checksum reply_bytes uses part num_parts counts num_faults "
-        "CandidatesPicked.groups num_picks"
+        "CandidatesPicked.groups num_picks trial trials row"
     ),
     INDEX: "stage stages index first stop hop split shard num_shards fragment walker walkers leader parents members",
     MICROBATCH: (
