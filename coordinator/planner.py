@@ -37,6 +37,8 @@ PLAN_S = 20.0
 NUM_TRIES = 2
 CHOOSE_S = 120.0
 """Seconds for a choice of rows, waiting for a free CPU included."""
+FEW_CANDIDATES = 2_000
+"""So many are chosen among in a tenth of a second, and a task's process may take seconds to start."""
 NICENESS = 15
 """Nice value of processes that plan."""
 _log = logging.getLogger("coordinator")
@@ -85,7 +87,9 @@ _search_task = cast(_Searching, ray.remote(num_cpus=1, max_retries=0)(_search_be
 
 
 async def choose_by_ray(asked: ChooseRows, limit_s: float = CHOOSE_S) -> RowsChosen:
-    """The choice by a task of the Ray cluster that this process is in; by a thread here if that is lost or late."""
+    """The choice by a task of the Ray cluster that this process is in; by a thread here if small, lost or late."""
+    if asked.num_candidates <= FEW_CANDIDATES:
+        return await choose_beside(asked)
     running = _choose_task.remote(asked)
     try:
         async with asyncio.timeout(limit_s):

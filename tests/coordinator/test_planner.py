@@ -280,6 +280,7 @@ def with_choices(
     monkeypatch: pytest.MonkeyPatch, choose: Callable[[], Awaitable[RowsChosen]]
 ) -> list[object]:
     """Tasks that answer so, in place of Ray; gives what is cancelled."""
+    monkeypatch.setattr(planner, "FEW_CANDIDATES", -1)
     cancelled: list[object] = []
     monkeypatch.setattr(planner, "_choose_task", SimpleNamespace(remote=lambda _asked: choose()))
     monkeypatch.setattr(ray, "cancel", cancelled.append)
@@ -322,3 +323,15 @@ async def test_rows_are_chosen_here_where_no_task_does(monkeypatch: pytest.Monke
     assert made.request == asked_for.request
     assert made.chosen.choice.digest == asked_for.answer().chosen.choice.digest
     assert made.chosen.faults == {WorkerId("w1"): "it was lost"}
+
+
+async def test_a_small_choice_waits_for_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_choices(monkeypatch, never_asked)
+    monkeypatch.setattr(planner, "FEW_CANDIDATES", 0)
+    asked_for = rows_asked()
+    assert asked_for.num_candidates == 0
+    assert (await choose_by_ray(asked_for)).request == asked_for.request
+
+
+async def never_asked() -> RowsChosen:
+    raise AssertionError("a task was asked")

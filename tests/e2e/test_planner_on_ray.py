@@ -9,6 +9,7 @@ import psutil
 import pytest
 import ray
 
+from coordinator import planner
 from coordinator.planner import RayPlanner, choose_by_ray
 from skein.config.data.coreset import CoresetSpec
 from skein.config.job import JobSpec, PlanSpec
@@ -108,7 +109,10 @@ async def test_killed_searches_cost_only_what_they_had_yet_to_find(num_killed: i
     assert made.result.predicted_step_s <= had
 
 
-async def test_rows_are_chosen_by_a_task_as_they_are_here(cluster: None) -> None:
+async def test_rows_are_chosen_by_a_task_as_they_are_here(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "FEW_CANDIDATES", 0)
     spec = CoresetSpec(method="craig", fraction=0.1)
     picking = Picking.at(spec, 3, num_rows=400)
     x, y = np.random.default_rng(1).normal(size=(400, 6)), np.arange(400) % 3

@@ -218,6 +218,11 @@ class ChooseRows:
     proposed: Mapping[WorkerId, Candidates | str]
     picking: Picking
 
+    @property
+    def num_candidates(self) -> int:
+        """Rows that all workers together have picked."""
+        return sum(len(x.ids) for x in self.proposed.values() if not isinstance(x, str))
+
     def answer(self) -> RowsChosen:
         """The choice; takes seconds where rows are many."""
         chosen = choose_of_portions(self.portions, self.proposed, self.picking)
