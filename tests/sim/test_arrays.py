@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 from skein.config.job import ArrayJob
+from skein.protocol.log.records import JobEnded
 from skein.protocol.messages.array_rounds import RowNumbers
 from skein.protocol.worker.ops import LossOp
 from skein.sim.compute.arrays import ArrayExecutor, SimArrays
@@ -13,7 +14,7 @@ from skein.sim.judging.rows import row_faults
 from skein.sim.scenario import curve_of, disturbed, judge, make_world, run_to_end, small_fleet, with_arrays
 from skein.sim.shapes import ARRAYS, SimShape, shape_of
 from skein.sim.world import World
-from skein.types import WorkerId
+from skein.types import JobState, WorkerId
 
 NUM_FAULTS = 8
 
@@ -97,3 +98,16 @@ def test_rounds_are_judged_by_what_rows_have_come_to(
     assert isinstance(job, ArrayJob)
     found = row_faults(job, () if before is None else (before,), (after,))
     assert [fault in text for text in found] == ([True] if fault else [])
+
+
+def test_an_array_whose_rows_are_all_retired_ends() -> None:
+    job = shape_of("line 1x1 array 3").job(steps=8)
+    assert isinstance(job, ArrayJob)
+    rows = tuple(row.model_copy(update={"seed": 2}) for row in job.rows)
+    wild = job.model_copy(update={"array": job.array.model_copy(update={"rows": rows})})
+    world = make_world(wild, small_fleet(ARRAYS[0]), seed=0, new_world=with_arrays(World))
+    outcome = run_to_end(world, limit_s=900.0)
+    assert outcome.state is JobState.FINISHED
+    (ended,) = (record for record in world.log if isinstance(record, JobEnded))
+    assert ended.reason == "all rows are retired after 2 steps"
+    assert (outcome.history.jobs[ended.job].checkpoints[-1].version, len(curve_of(world.log))) == (2, 2)
