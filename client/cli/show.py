@@ -164,7 +164,12 @@ def choice_text(choice: ChoiceStatus) -> str:
 def experts_text(status: JobStatus) -> str:
     """Balance of a sparse model's experts, and the choices that found theirs full if there are any."""
     dropped = f", {status.drop_ratio:.2g} of the choices dropped" if status.drop_ratio else ""
-    return f"balance {number(status.balance_loss)} (1: used evenly){dropped}"
+    loads = ""
+    if status.busiest_expert is not None and status.idlest_expert is not None:
+        loads = (
+            f", busiest {status.busiest_expert:.2g} and idlest {status.idlest_expert:.2g} of an even share"
+        )
+    return f"balance {number(status.balance_loss)} (1: used evenly){loads}{dropped}"
 
 
 def late_samples(status: JobStatus) -> str:

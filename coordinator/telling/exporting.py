@@ -92,6 +92,13 @@ RE_EXPORTED = (
     ReExport("skein_worker_relay_bytes", CounterMetricFamily, "Bytes carried for other workers"),
     ReExport("skein_worker_relay_connections", GaugeMetricFamily, "Connections carried for other workers"),
     ReExport(
+        "skein_worker_expert_tokens",
+        GaugeMetricFamily,
+        "Choices of experts in the newest step, by layer",
+        ("worker", "layer", "expert"),
+        "skein_expert_tokens",
+    ),
+    ReExport(
         "skein_worker_consensus_distance",
         GaugeMetricFamily,
         "Norm of the difference from where the newest exchange draws a walker",

@@ -1,8 +1,9 @@
 """Status of jobs and workers as clients see it, made of the machine's state and the journal's rates."""
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from statistics import fmean
 
 from coordinator.records.journal import Journal
 from coordinator.telling.trials import sweep_status
@@ -44,6 +45,7 @@ def job_status(
     run = view.runs.get(job)
     checkpoint = history.newest_checkpoint
     evaluation = history.last_evaluation
+    busiest, idlest = expert_loads(view.crew_of(job), reported)
     status = JobStatus(
         job=job,
         name=history.spec.name,
@@ -54,6 +56,8 @@ def job_status(
         loss=None if last is None else last.loss,
         balance_loss=None if last is None else last.balance_loss,
         drop_ratio=None if last is None else last.drop_ratio,
+        busiest_expert=None if last is None or last.balance_loss is None else busiest,
+        idlest_expert=None if last is None or last.balance_loss is None else idlest,
         evaluation_loss=None if evaluation is None else evaluation.loss,
         num_tokens=history.num_tokens,
         num_late_samples=history.num_late_samples,
@@ -142,6 +146,24 @@ def with_told(uses: Iterable[WorkerUse], reported: Reported) -> tuple[WorkerUse,
         )
         for use in uses
     )
+
+
+def expert_loads(crew: Iterable[WorkerId], reported: Reported) -> tuple[float | None, float | None]:
+    """Choices of the busiest and of the idlest expert of any layer, over an even share; None: nobody has told.
+
+    Replicas of a layer count together; where they tell of their busiest and idlest alone, as if these were the same.
+    """
+    told = reported("skein_worker_expert_tokens")
+    by_layer: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for worker in crew:
+        for label, value in told.get(worker, {}).items():
+            layer, _, expert = label.partition("/")
+            by_layer[layer][expert] += value
+    loads = []
+    for counts in by_layer.values():
+        mean = counts["mean"] if "mean" in counts else fmean(counts.values())
+        loads += [value / mean for value in counts.values()] if mean > 0 else []
+    return (max(loads), min(loads)) if loads else (None, None)
 
 
 def chunk_times(plan: Plan, measured: Measured | None) -> tuple[ChunkTimes, ...]:

@@ -1,7 +1,7 @@
 """Planned beside measured, for clients and for Prometheus: of a job that a simulated fleet works on."""
 
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cache
 
 import pytest
@@ -9,13 +9,13 @@ import pytest
 from coordinator.page.bars import bars_of
 from coordinator.records.journal import Journal
 from coordinator.telling.metrics import CoordinatorMetrics
-from coordinator.telling.status import brief_status, job_status
+from coordinator.telling.status import brief_status, expert_loads, job_status
 from skein.config.job import PlanSpec
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.log.records import Record
 from skein.sim.scenario import make_world
 from skein.sim.world import World
-from skein.types import JobId
+from skein.types import JobId, WorkerId
 from skein.wire.views import JobStatus
 from tests.coordinator.test_metrics import sampled, samples
 from tests.support.jobs import small_job
@@ -101,6 +101,21 @@ def test_a_step_is_drawn_op_by_op_as_planned_and_as_it_is() -> None:
     assert slow_s == pytest.approx(
         3 * sum(bar.end_s - bar.begin_s for bar in planned if bar.worker == worker(1)), rel=0.06
     )
+
+
+def test_loads_of_experts_are_those_of_all_replicas_over_an_even_share() -> None:
+    told = {
+        worker(0): {"0/0": 3.0, "0/1": 1.0, "1/0": 2.0, "1/1": 2.0},
+        worker(1): {"0/0": 5.0, "0/1": 3.0},
+        worker(2): {"2/most": 3.0, "2/least": 0.5, "2/mean": 1.5},
+    }
+
+    def reported(_: str) -> Mapping[WorkerId, Mapping[str, float]]:
+        return told
+
+    assert expert_loads([worker(0), worker(1)], reported) == (8 / 6, 4 / 6)
+    assert expert_loads([worker(2)], reported) == (2.0, 0.5 / 1.5)
+    assert expert_loads([worker(3)], reported) == (None, None)
 
 
 def test_what_the_plan_uses_of_workers_stands_beside_what_they_told() -> None:

@@ -36,6 +36,25 @@ def test_ops_are_counted_by_kind() -> None:
     assert found["skein_worker_op_failures_total", "forward"] == 1
 
 
+def test_tokens_of_experts_are_told_of_the_newest_step_and_of_many_the_extremes() -> None:
+    gauges = Gauges()
+    metrics = WorkerMetrics(Statistics(), gauges)
+    name = "skein_worker_expert_tokens"
+
+    def told() -> dict[str, float]:
+        return {label: value for (found, label), value in values(metrics).items() if found == name}
+
+    gauges.routed(2, [(3, 1), (0, 4)])
+    gauges.routed(2, [(1, 3), (1, 3)])
+    assert told() == {}
+    gauges.step_ended()
+    assert told() == {"2/0": 4, "2/1": 4, "3/0": 1, "3/1": 7}
+    gauges.routed(0, [tuple(range(65))])
+    gauges.step_ended()
+    gauges.step_ended()
+    assert told() == {"0/most": 64, "0/least": 0, "0/mean": 32}
+
+
 def test_the_bubble_is_the_share_of_a_step_without_an_op() -> None:
     metrics = WorkerMetrics(Statistics())
     metrics.step_ended(now=10.0)

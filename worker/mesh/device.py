@@ -213,6 +213,7 @@ class DeviceShare:
         answer = DeviceAnswer(
             num_tokens=num_tokens,
             balance_losses=tuple(microbatch.losses),
+            expert_counts=tuple(microbatch.counts),
             num_choices=microbatch.num_choices,
             num_dropped=microbatch.num_dropped,
         )

@@ -186,6 +186,8 @@ class DeviceAnswer(Spec):
     """Valid labels of a visit that scores."""
     balance_losses: tuple[float, ...] = ()
     """Balance loss of each layer with experts that was visited."""
+    expert_counts: tuple[tuple[int, ...], ...] = ()
+    """Choices of each expert of those layers."""
     num_choices: int = 0
     num_dropped: int = 0
     """Choices of all those layers that found their expert full."""

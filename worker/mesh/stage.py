@@ -176,6 +176,7 @@ class MeshStage:
         on_answer(boundary.total([told.num_tokens for told, _ in answers]))
         if microbatch is not None:
             microbatch.losses += answer.balance_losses
+            microbatch.counts += answer.expert_counts
             microbatch.num_choices += answer.num_choices
             microbatch.num_dropped += answer.num_dropped
             microbatch.made += [] if choices is None else choices.unbind(0)

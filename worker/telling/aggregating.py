@@ -5,7 +5,8 @@ Rules of this file
 - Only the newest value counts. Changes are counted from the first one on, not from the process's start.
 """
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from skein.plan.changing.traffic import TrafficKind
@@ -14,6 +15,28 @@ from skein.types import JobId, StageIndex
 
 Traffic = Mapping[StageIndex, Mapping[Direction, TrafficKind]]
 """Kinds of what stages send, each way."""
+
+
+MAX_EXPERTS = 64
+"""Experts of all layers here that are told of one by one."""
+
+
+def told_of_experts(counts: Mapping[tuple[int, int], int]) -> dict[tuple[int, str], float]:
+    """Choices by layer and expert; where experts are too many, of the busiest, the idlest and the mean of each layer.
+
+    >>> told_of_experts({(0, 0): 3, (0, 1): 1})
+    {(0, '0'): 3, (0, '1'): 1}
+    """
+    if len(counts) <= MAX_EXPERTS:
+        return {(layer, str(expert)): count for (layer, expert), count in counts.items()}
+    by_layer: defaultdict[int, list[int]] = defaultdict(list)
+    for (layer, _), count in counts.items():
+        by_layer[layer].append(count)
+    return {
+        (layer, name): value
+        for layer, row in by_layer.items()
+        for name, value in (("most", max(row)), ("least", min(row)), ("mean", sum(row) / len(row)))
+    }
 
 
 class Gauges:
@@ -26,6 +49,9 @@ class Gauges:
         self.peak_pending_bytes = 0
         """Peak of these in the newest step that has ended, or since."""
         self._peak_now = 0
+        self.expert_tokens: Mapping[tuple[int, str], float] = {}
+        """Choices in the newest step, by layer, of each expert or as `told_of_experts` says."""
+        self._chosen_now: Counter[tuple[int, int]] = Counter()
         self._traffic: Mapping[tuple[JobId, StageIndex], Mapping[Direction, TrafficKind]] = {}
         self._rules: dict[JobId, str] = {}
         self._begin()
@@ -60,8 +86,15 @@ class Gauges:
         self._peak_now = max(self._peak_now, num_bytes)
         self.peak_pending_bytes = max(self.peak_pending_bytes, num_bytes)
 
+    def routed(self, first_layer: int, counts: Iterable[Sequence[int]]) -> None:
+        """Note how many choices of a microbatch went to each expert, from this layer on."""
+        for layer, row in enumerate(counts, first_layer):
+            self._chosen_now.update({(layer, expert): count for expert, count in enumerate(row)})
+
     def step_ended(self) -> None:
         """A step is over, and nothing of it is put aside any more."""
+        if self._chosen_now:
+            self.expert_tokens, self._chosen_now = told_of_experts(self._chosen_now), Counter()
         self.pending_bytes, self.peak_pending_bytes, self._peak_now = 0, self._peak_now, 0
 
     def exchanged(self, *, plain_bytes: int, sent_bytes: int) -> None:

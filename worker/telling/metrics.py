@@ -58,6 +58,11 @@ class _WhenAsked(Collector):
         yield _by_stage("consensus_distance", about, gauges.consensus_distance)
         about = "Norm of what was rounded away and is still to be sent, by stage"
         yield _by_stage("error_feedback_norm", about, gauges.error_feedback_norm)
+        about = "Choices of experts in the newest step, by layer and expert"
+        tokens = GaugeMetricFamily("skein_worker_expert_tokens", about, labels=["layer", "expert"])
+        for (layer, expert), value in sorted(gauges.expert_tokens.items()):
+            tokens.add_metric([str(layer), expert], value)
+        yield tokens
         about = "Bytes of the newest exchange in float32, by those that it took"
         yield GaugeMetricFamily("skein_worker_compression_ratio", about, value=gauges.compression_ratio)
         about = "What weight gradients that are put aside are to be made of"

@@ -90,6 +90,13 @@ TRAINING = Row(
             queries=(query("skein_balance_loss", "{{job}}"),),
         ),
         Panel(
+            title="Tokens by expert",
+            about="Choices of experts in the newest step, by layer; of many the busiest, the idlest and the mean.",
+            queries=(
+                query("sum by (layer, expert) (skein_expert_tokens)", "layer {{layer}} expert {{expert}}"),
+            ),
+        ),
+        Panel(
             title="Choices dropped",
             about="Share of the choices of experts that found theirs full, where a job gives them a capacity.",
             queries=(query("skein_dropped_choices_ratio", "{{job}}"),),

@@ -91,7 +91,8 @@ _FIELDS = {
     ),
     WALL: "wall_s submitted_wall_s opened_s origin_s waiting_since_wall_s since_s ends_s revoked_s",
     SPEED: "flops_per_s",
-    STATISTIC: "spread predicted_spread planned_bubble bubble Count.value drop_ratio speedup overhead largest_weight",
+    STATISTIC: "spread predicted_spread planned_bubble bubble Count.value drop_ratio speedup overhead largest_weight "
+    "busiest_expert idlest_expert",
     BANDWIDTH: "bytes_per_s",
     RATE: "tokens_per_s",
     LOSS: "loss loss_sum probe_loss evaluation_loss balance_loss",

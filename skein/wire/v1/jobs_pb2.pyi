@@ -580,6 +580,8 @@ class JobStatus(_message.Message):
     USES_FIELD_NUMBER: _builtins.int
     BALANCE_LOSS_FIELD_NUMBER: _builtins.int
     DROP_RATIO_FIELD_NUMBER: _builtins.int
+    BUSIEST_EXPERT_FIELD_NUMBER: _builtins.int
+    IDLEST_EXPERT_FIELD_NUMBER: _builtins.int
     TRIALS_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
@@ -622,6 +624,9 @@ class JobStatus(_message.Message):
     """Of the newest step, mean over sparse layers; absent: there are none."""
     drop_ratio: _builtins.float
     """Of the newest step; absent: there are no sparse layers."""
+    busiest_expert: _builtins.float
+    """Choices over an even share, of the newest step; absent: nothing is told."""
+    idlest_expert: _builtins.float
     @_builtins.property
     def chunk_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkTimes]:
         """Not in a list of jobs."""
@@ -692,15 +697,19 @@ class JobStatus(_message.Message):
         uses: _abc.Iterable[Global___WorkerUse] | None = ...,
         balance_loss: _builtins.float | None = ...,
         drop_ratio: _builtins.float | None = ...,
+        busiest_expert: _builtins.float | None = ...,
+        idlest_expert: _builtins.float | None = ...,
         trials: _abc.Iterable[Global___TrialStatus] | None = ...,
         choice: Global___ChoiceStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "measured_step_s", b"measured_step_s", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_busiest_expert", b"_busiest_expert", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_idlest_expert", b"_idlest_expert", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "busiest_expert", b"busiest_expert", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "idlest_expert", b"idlest_expert", "loss", b"loss", "measured_step_s", b"measured_step_s", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "chunk_times", b"chunk_times", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "trials", b"trials", "uses", b"uses", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_busiest_expert", b"_busiest_expert", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_idlest_expert", b"_idlest_expert", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "busiest_expert", b"busiest_expert", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "chunk_times", b"chunk_times", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "idlest_expert", b"idlest_expert", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "trials", b"trials", "uses", b"uses", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__balance_loss: _TypeAlias = _typing.Literal["balance_loss"]  # noqa: Y015
     _WhichOneofArgType__balance_loss: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss"]  # noqa: Y015
+    _WhichOneofReturnType__busiest_expert: _TypeAlias = _typing.Literal["busiest_expert"]  # noqa: Y015
+    _WhichOneofArgType__busiest_expert: _TypeAlias = _typing.Literal["_busiest_expert", b"_busiest_expert"]  # noqa: Y015
     _WhichOneofReturnType__checkpoint_version: _TypeAlias = _typing.Literal["checkpoint_version"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_version: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version"]  # noqa: Y015
     _WhichOneofReturnType__choice: _TypeAlias = _typing.Literal["choice"]  # noqa: Y015
@@ -709,6 +718,8 @@ class JobStatus(_message.Message):
     _WhichOneofArgType__drop_ratio: _TypeAlias = _typing.Literal["_drop_ratio", b"_drop_ratio"]  # noqa: Y015
     _WhichOneofReturnType__evaluation_loss: _TypeAlias = _typing.Literal["evaluation_loss"]  # noqa: Y015
     _WhichOneofArgType__evaluation_loss: _TypeAlias = _typing.Literal["_evaluation_loss", b"_evaluation_loss"]  # noqa: Y015
+    _WhichOneofReturnType__idlest_expert: _TypeAlias = _typing.Literal["idlest_expert"]  # noqa: Y015
+    _WhichOneofArgType__idlest_expert: _TypeAlias = _typing.Literal["_idlest_expert", b"_idlest_expert"]  # noqa: Y015
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
     _WhichOneofReturnType__measured_step_s: _TypeAlias = _typing.Literal["measured_step_s"]  # noqa: Y015
@@ -718,6 +729,8 @@ class JobStatus(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__balance_loss) -> _WhichOneofReturnType__balance_loss | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__busiest_expert) -> _WhichOneofReturnType__busiest_expert | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_version) -> _WhichOneofReturnType__checkpoint_version | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__choice) -> _WhichOneofReturnType__choice | None: ...
@@ -725,6 +738,8 @@ class JobStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__drop_ratio) -> _WhichOneofReturnType__drop_ratio | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__evaluation_loss) -> _WhichOneofReturnType__evaluation_loss | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__idlest_expert) -> _WhichOneofReturnType__idlest_expert | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
     @_typing.overload

@@ -49,6 +49,7 @@ from worker.compute.payload import (
 )
 from worker.compute.visits.left import Left, Passage
 from worker.model.base import Crossing, Labels
+from worker.model.sparse.junction import RoutedMicrobatch
 from worker.selection.scoring import loss_at_end
 from worker.selection.traits import Traits
 
@@ -123,6 +124,7 @@ class Visiting:
             else:
                 with torch.no_grad():
                     y = module.onward(x, classes)
+        self._tell_routed(op, visit)
         if op.phase.keeps_graph:
             self._left.graphs[op.microbatch, op.chunk.stage] = Passage(
                 given=x,
@@ -137,6 +139,12 @@ class Visiting:
             labels = None
         tensors = crossing(y.detached(), num_valid, labels) | tensor_if_any(CHOICES, visit.choices)
         return Visited(outcome=visit.balance, outputs=self._given(op, tensors))
+
+    def _tell_routed(self, op: VisitOp, visit: RoutedMicrobatch) -> None:
+        """Note how many choices of a microbatch went to each expert; of one that is made once more, not again."""
+        chunk = self._chunk(op.chunk)
+        first = max(0, chunk.stage.first - self._holding.job.model.inner_layers.start)
+        self._left.gauges.routed(first, visit.counts)
 
     def _stay_here(self, op: ForwardOp) -> bool:
         """Whether the labels need not go along.
@@ -164,6 +172,7 @@ class Visiting:
         with module.junction.visited(given.num_valid, given.repeated) as visit:
             followed = x.followed(is_sample=op.operand is None)
             total, num_valid = module.score(followed, labels.labels, labels.weights)
+        self._tell_routed(op, visit)
         if isinstance(op, LossInputOp):
             self._left.put_aside((op.microbatch, op.chunk.stage), module.put_aside([total]))
         else:

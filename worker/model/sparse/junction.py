@@ -27,6 +27,8 @@ class RoutedMicrobatch:
     num_choices: int = 0
     num_dropped: int = 0
     """Choices of all layers that found their expert full."""
+    counts: list[tuple[int, ...]] = field(default_factory=list)
+    """Choices of each expert, layer by layer, those that are dropped too."""
     told: Tensor | None = None
     """Choices of all layers as they were made elsewhere, which hold; None: each layer makes its own."""
     made: list[Tensor] = field(default_factory=list)
@@ -115,6 +117,7 @@ class Junction:
         num_choices = int(counts_E.sum())
         shares_E = counts_E.to(chances_NE) * (num_experts / num_choices)
         visit.num_choices += num_choices
+        visit.counts.append(tuple(counts_E.tolist()))
         visit.losses.append(float(shares_E @ chances_NE.detach().mean(0)))
         factor = coefficient * visit.num_valid / num_tokens
         return _pulled(chances_NE, shares_E * factor) if factor else chances_NE
