@@ -190,6 +190,11 @@ class Hyperband:
         """Trials that no rung has ended so far, the best first once a rung is decided."""
         return self._trials
 
+    def may_hear(self, made: Advance) -> bool:
+        """Whether a trial is to make these steps in the rung at hand, or has made them."""
+        is_of_rung = not self.is_over and made.num_steps == self.rungs[self._place].num_steps
+        return is_of_rung and made.trial in self._trials
+
     def told(self, made: Advance, value: float) -> None:
         """Take what a trial has come to; not finite: it has diverged. News of an older rung changes nothing.
 
@@ -198,11 +203,7 @@ class Hyperband:
         """
         if any(made.num_steps == rung.num_steps for rung in self.rungs[: self._place]):
             return
-        if (
-            self.is_over
-            or made.num_steps != self.rungs[self._place].num_steps
-            or made.trial not in self._trials
-        ):
+        if not self.may_hear(made):
             raise ValueError(f"{made} was not due")
         self._values.setdefault(made.trial, value)
         if len(self._values) == len(self._trials):

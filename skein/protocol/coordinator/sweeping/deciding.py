@@ -60,6 +60,8 @@ def _compared(sweep: JobHistory, history: History, stands: tuple[TrialStand, ...
 def _carry_out(bracket: Hyperband, results: list[tuple[Advance, float]], ended: dict[int, str]) -> None:
     """Tell a bracket what its trials came to, and note which ended at which rung."""
     for made, value in results:
+        if not bracket.may_hear(made):
+            continue  # An array of an earlier rung goes on again that had failed: what followed waits for it.
         before = {*bracket.survivors}
         bracket.told(made, value)
         for trial in sorted(before.difference(bracket.survivors)):

@@ -52,7 +52,8 @@ class Sweeps:
         """Begin arrays that are due, and end sweeps that are over; whether anything was recorded."""
         history = self._out.history
         num_records = history.num_records
-        if len(self._live) > self._seen[1] >= 0:
+        if len(self._live) > self._seen[1] >= 0 and self._settles_at is None:
+            # Whoever comes and goes all the time keeps nobody waiting for longer.
             self._settles_at = now + _SETTLE_S
         has_settled = self._settles_at is not None and now >= self._settles_at
         if has_settled:
