@@ -38,11 +38,14 @@ Name = Annotated[
 ]
 
 
+MOST_MICROBATCH_SAMPLES = 65_536
+
+
 class BatchSpec(Spec):
     """Samples per step over all workers, and per microbatch."""
 
     samples: Annotated[int, Field(ge=1, le=1_000_000)] = 32
-    microbatch_samples: Annotated[int, Field(ge=1, le=65_536)] = 4
+    microbatch_samples: Annotated[int, Field(ge=1, le=MOST_MICROBATCH_SAMPLES)] = 4
 
     @model_validator(mode="after")
     def _check(self) -> "BatchSpec":

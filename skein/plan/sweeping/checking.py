@@ -39,8 +39,9 @@ def check_sweep(job: JobSpec, check: Callable[[JobSpec], None]) -> None:
 def _check_search(job: JobSpec, sweep: SweepSpec) -> None:
     if sweep.search != "hyperband":
         return
-    if why := why_alone(job):
-        raise UserError("sweep.search", "hyperband", f"survivors go on as rows, and {why}: give random")
+    for trial in trials_of(job):
+        if why := why_alone(trial.job):
+            raise UserError("sweep.search", "hyperband", f"survivors go on as rows, and {why}: give random")
     if job.model.is_spread:
         hint = "survivors go on as rows, which are on one device each: give random"
         raise UserError("sweep.search", "hyperband", hint)

@@ -13,7 +13,7 @@ from math import ceil
 
 from pydantic import JsonValue
 
-from skein.config.job import JobSpec
+from skein.config.job import MOST_MICROBATCH_SAMPLES, JobSpec
 from skein.config.optimizer import SgdSpec
 from skein.config.sweep.trials import SweepTrial, trials_of
 from skein.plan.sweeping.hyperband import Rung, split_brackets
@@ -75,9 +75,9 @@ def _flat(value: JsonValue, key: str) -> list[tuple[str, str]]:
 
 def alike(trials: Sequence[SweepTrial]) -> tuple[tuple[SweepTrial, ...], ...]:
     """Trials in groups that may be rows of one array, in the order of each one's first."""
-    groups: dict[Parting, list[SweepTrial]] = {}
+    groups: dict[Parting | int, list[SweepTrial]] = {}
     for trial in trials:
-        groups.setdefault(parting(trial), []).append(trial)
+        groups.setdefault(trial.number if why_alone(trial.job) else parting(trial), []).append(trial)
     return tuple(tuple(group) for group in groups.values())
 
 
@@ -113,6 +113,8 @@ def why_alone(job: JobSpec) -> str:
         return "only the data tell how many steps a budget of epochs is"
     if job.model.has_experts:
         return f"rows of family {job.model.family} go in turn, and routers are a job's own"
+    if job.batch.samples > MOST_MICROBATCH_SAMPLES:
+        return f"a step of rows has one microbatch, of {MOST_MICROBATCH_SAMPLES} samples at most"
     return ""
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from skein.config.load import parse_job
 from skein.config.sweep.trials import SweepTrial, trials_of
-from skein.plan.sweeping.packing import alike, packed, parting
+from skein.plan.sweeping.packing import alike, packed, parting, why_alone
 
 JOB = """
 name: rates
@@ -52,6 +52,16 @@ def test_what_makes_operators_unlike_parts_trials(space: str, key: str) -> None:
     one, other = trials(space)
     assert key in parting(one).differs_in(parting(other))
     assert packed((one, other), most_rows=8, num_workers=1) == ((one,), (other,))
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"), [("{steps: 50}", "{epochs: 2}"), ("seed: 1", "batch: {samples: 65544}")]
+)
+def test_trials_that_can_be_no_rows_are_jobs_of_their_own(given: str, instead: str) -> None:
+    text = JOB.replace("parallel:", "seed: 1\nparallel:").replace(given, instead)
+    found = trials_of(parse_job(text + "    optimizer.learning_rate: [0.1, 0.01]\n", origin="job.yaml"))
+    assert all(why_alone(trial.job) for trial in found)
+    assert packed(found, most_rows=8, num_workers=1) == tuple((trial,) for trial in found)
 
 
 def test_a_momentum_parts_trials_from_those_without_and_flags_do() -> None:
