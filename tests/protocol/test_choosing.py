@@ -10,7 +10,7 @@ from skein.config.job import BatchSpec, BudgetSpec, JobSpec
 from skein.model.families.mlp import MlpModel
 from skein.numeric.coreset.choice import choose_by_chance
 from skein.protocol.log.choosing import choice_due_at, is_choice_due, overhead, passes_until_next
-from skein.protocol.log.history import History, JobHistory
+from skein.protocol.log.history import KEPT_CHOICES, History, JobHistory
 from skein.protocol.log.records import CoresetChosen, DataCounted, JobSubmitted, RolledBack
 from skein.protocol.messages.coresets import ToldChoice
 from skein.types import JobId, Step
@@ -112,6 +112,20 @@ def test_choices_of_versions_that_are_given_up_count_no_more() -> None:
     )
     assert job.chosen == [first]
     assert choice_due_at(job) == 8
+
+
+def test_a_job_that_goes_back_beyond_the_choices_that_are_kept_chooses_anew_at_once() -> None:
+    found, job = history()
+    count(found)
+    made = [choose(found, 8 * i, seed=i) for i in range(KEPT_CHOICES + 3)]
+    assert job.chosen == made[3:]
+    job.version = made[-1].version
+    back = RolledBack(
+        job=JOB, from_version=job.version, to_version=Step(9), reason="nobody has it", wall_s=0.0
+    )
+    found.apply(back)
+    assert job.chosen == []
+    assert is_choice_due(job)
 
 
 def test_choices_that_take_too_long_come_half_as_often() -> None:

@@ -40,6 +40,10 @@ _TURNS = (
 )
 
 
+KEPT_CHOICES = 8
+"""Each may take 2 MiB."""
+
+
 @dataclass(slots=True, kw_only=True)
 class JobHistory:
     """State of one job as recorded. `version` is the number of steps that count: roll-backs take some away."""
@@ -67,7 +71,7 @@ class JobHistory:
     """Left out of committed steps, rolled back ones included."""
     last_evaluation: records.Evaluated | None = None
     chosen: list[records.CoresetChosen] = field(default_factory=list)
-    """Choices of rows that count, oldest first."""
+    """Newest choices of rows that count, oldest first; who goes back further chooses anew."""
     losses: LossWatch = field(default_factory=LossWatch)
     clock: WorkClock = field(default_factory=WorkClock)
     diverged: records.Diverged | None = None
@@ -301,7 +305,7 @@ class History:
                 job.scores[record.version] = record.loss if isfinite(record.loss) else inf
             case records.CoresetChosen():
                 assert record.version == job.version, f"{record.version} at version {job.version}"
-                job.chosen.append(record)
+                job.chosen = [*job.chosen, record][-KEPT_CHOICES:]
                 job.clock.goes_on(record.wall_s)
             case records.CheckpointCommitted():
                 found = [c for c in job.checkpoints if c.version != record.version]
