@@ -18,7 +18,8 @@ from torch.autograd.function import FunctionCtx
 from skein.plan.pieces.lanes import Pieces
 from worker.mesh.forms.cuts import portion_of
 from worker.mesh.pieces.meter import Meter
-from worker.model.ops import embedding, linear, rms_norm
+from worker.model.base import linears
+from worker.model.ops import embedding, rms_norm
 from worker.model.pending import Tray
 from worker.model.vocabulary import looked_up, merged, scored
 
@@ -108,9 +109,9 @@ class Share:
 
     # --- functions with parameters; 1-D ones are each device's own ---
 
-    def product(self, x: Tensor, weight: Tensor, tray: Tray) -> Tensor:
-        """`linear` of this device's part of the matrix."""
-        return linear(x, weight, tray)
+    def products(self, x: Tensor, weights: Sequence[Tensor], tray: Tray) -> tuple[Tensor, ...]:
+        """`linear` of this device's part of each matrix."""
+        return linears(x, weights, tray)
 
     def normed(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, tray: Tray) -> Tensor:
         """`rms_norm` over all features."""

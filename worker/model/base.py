@@ -233,6 +233,15 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype))
 
 
+Products = Callable[[Tensor, Sequence[Tensor], Tray], tuple[Tensor, ...]]
+"""Products of one input with several matrices, as of `linear`."""
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], tray: Tray) -> tuple[Tensor, ...]:
+    """`linear` of each of these matrices."""
+    return tuple(linear(x, weight, tray) for weight in weights)
+
+
 class Linear(nn.Module):
     """A matrix, and in some families a bias, in the dtype of its input."""
 
@@ -244,17 +253,25 @@ class Linear(nn.Module):
         tray: Tray,
         *,
         has_bias: bool = False,
-        product: Callable[[Tensor, Tensor, Tray], Tensor] = linear,
+        products: Products = linears,
     ) -> None:
         super().__init__()
         self.tray = tray
-        self._product = product
+        self.products = products
         self.weight = empty_parameter(num_outputs, num_inputs, dtype=dtype)
         self.bias = empty_parameter(num_outputs, dtype=dtype) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._product(x, self.weight, self.tray)
-        return y if self.bias is None else biased(y, self.bias, self.tray)
+        return together(x, self)[0]
+
+
+def together(x: Tensor, first: Linear, *others: Linear) -> tuple[Tensor, ...]:
+    """Result of each of several such functions of one input; where that is on several devices it crosses once."""
+    every = (first, *others)
+    made = first.products(x, tuple(one.weight for one in every), first.tray)
+    return tuple(
+        y if one.bias is None else biased(y, one.bias, one.tray) for one, y in zip(every, made, strict=True)
+    )
 
 
 _Part = tuple[int, Tensor]

@@ -12,7 +12,15 @@ from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.shape import DecoderShape
 from skein.types import Precision, StageSpec
 from worker.mesh.share import WHOLE, Share
-from worker.model.base import IGNORED_LABEL, Linear, Stage, empty_parameter, parameter_dtype, product_dtype
+from worker.model.base import (
+    IGNORED_LABEL,
+    Linear,
+    Stage,
+    empty_parameter,
+    parameter_dtype,
+    product_dtype,
+    together,
+)
 from worker.model.ops import (
     attend,
     linear,
@@ -74,24 +82,24 @@ class Attention(nn.Module):
         super().__init__()
         dtype, hidden = parameter_dtype(precision), shape.hidden_size
         inward = partial(
-            Linear, hidden, dtype=dtype, tray=tray, has_bias=shape.has_input_biases, product=share.product
+            Linear, hidden, dtype=dtype, tray=tray, has_bias=shape.has_input_biases, products=share.products
         )
         self.head_features = shape.head_features
         self.q_proj = inward(shape.attention_width)
         self.k_proj = inward(shape.key_width)
         self.v_proj = inward(shape.key_width)
-        self.o_proj = Linear(shape.attention_width, hidden, dtype, tray, product=share.product)
+        self.o_proj = Linear(shape.attention_width, hidden, dtype, tray, products=share.products)
         self.q_norm = Norm(self.head_features, shape, precision, tray) if shape.has_head_norms else None
         self.k_norm = Norm(self.head_features, shape, precision, tray) if shape.has_head_norms else None
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_features)
-        q_BTHF, k_BTHF = self.q_proj(x_BTD).view(heads), self.k_proj(x_BTD).view(heads)
+        made = together(x_BTD, self.q_proj, self.k_proj, self.v_proj)
+        q_BTHF, k_BTHF, v_BTHF = (y.view(heads) for y in made)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHF, k_BTHF = self.q_norm(q_BTHF), self.k_norm(k_BTHF)
         q_BHTF, k_BHTF = rotate(q_BTHF, cos, sin).transpose(1, 2), rotate(k_BTHF, cos, sin).transpose(1, 2)
-        v_BHTF = self.v_proj(x_BTD).view(heads).transpose(1, 2)
-        y_BHTF = attend(q_BHTF, k_BHTF, v_BHTF, takes_groups=takes_groups(q_BHTF))
+        y_BHTF = attend(q_BHTF, k_BHTF, v_BTHF.transpose(1, 2), takes_groups=takes_groups(q_BHTF))
         y: Tensor = self.o_proj(y_BHTF.transpose(1, 2).flatten(2))
         return y
 
@@ -101,13 +109,13 @@ class Mlp(nn.Module):
 
     def __init__(self, shape: DecoderShape, dtype: torch.dtype, tray: Tray, share: Share = WHOLE) -> None:
         super().__init__()
-        matrix = partial(Linear, dtype=dtype, tray=tray, product=share.product)
+        matrix = partial(Linear, dtype=dtype, tray=tray, products=share.products)
         self.gate_proj = matrix(shape.hidden_size, shape.intermediate_size)
         self.up_proj = matrix(shape.hidden_size, shape.intermediate_size)
         self.down_proj = matrix(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        y: Tensor = self.down_proj(swiglu(*together(x, self.gate_proj, self.up_proj)))
         return y
 
 

@@ -183,10 +183,21 @@ class _GridTraffic:
             shape.key_width,
             shape.intermediate_size,
         )
-        attention = ((hidden, wide), (hidden, keys), (hidden, keys), (wide, hidden))
-        products = (*attention, (hidden, inner), (hidden, inner), (inner, hidden))
-        numbers = sum((self.num_tokens + num_made) * num_taken for num_taken, num_made in products)
-        return numbers * (2 * self._product + self._word)
+        # Products that share an input: features of that, and of what each makes of it.
+        inputs = (
+            (hidden, (wide, keys, keys)),
+            (wide, (hidden,)),
+            (hidden, (inner, inner)),
+            (inner, (hidden,)),
+        )
+        num_bytes = 0
+        for num_taken, made in inputs:
+            taken, matrices = self.num_tokens * num_taken, sum(made) * num_taken
+            # There; gradients of the input; those of the matrices.
+            num_bytes += (taken + matrices) * self._product
+            num_bytes += matrices * self._product + taken * self._word
+            num_bytes += len(made) * taken * self._product + matrices * self._word
+        return num_bytes
 
     @property
     def _vocabulary_bytes(self) -> int:

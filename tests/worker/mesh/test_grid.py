@@ -55,7 +55,7 @@ def test_blocks_together_give_the_loss_and_gradients_of_one_device(
 
 
 @pytest.mark.parametrize("puts_aside", [False, True])
-def test_a_block_costs_two_spread_blocks_of_each_product_and_a_sum_of_each_norm(
+def test_a_block_costs_spread_blocks_of_its_products_and_a_sum_of_each_norm(
     four: Mesh, puts_aside: bool
 ) -> None:
     model = MODELS["no_groups"]
@@ -65,8 +65,12 @@ def test_a_block_costs_two_spread_blocks_of_each_product_and_a_sum_of_each_norm(
     given, other = (Crossing(x.clone()).followed(is_sample=False) for _ in range(2))
     before = counted(four)
     y = stage.onward(given, None)
-    num_products, num_norms = 7 * 2, 2 * 2
-    assert counted(four, before) == {Collective.SPREAD: 4 * num_products, Collective.SUM: num_norms}
+    # Queries, keys and values share an input, which is spread and reduced once, and so do gate and up.
+    num_inputs, num_products, num_norms = 4 * 2, 7 * 2, 2 * 2
+    assert counted(four, before) == {
+        Collective.SPREAD: 2 * (num_inputs + num_products),
+        Collective.SUM: num_norms,
+    }
     before = counted(four)
     wanted = alone.onward(other, None)
     torch.autograd.backward(wanted.differentiable, [torch.ones_like(wanted.hidden)])
@@ -79,7 +83,7 @@ def test_a_block_costs_two_spread_blocks_of_each_product_and_a_sum_of_each_norm(
         torch.autograd.backward(y.differentiable, [torch.ones_like(y.hidden)])
     back = {
         Collective.SPREAD: 4 * num_products,
-        Collective.REDUCE: 4 * num_products,
+        Collective.REDUCE: 2 * (num_inputs + num_products),
         Collective.SUM: num_norms,
     }
     assert counted(four, before) == back

@@ -86,7 +86,7 @@ def act(side: int, folder: Path, index: int) -> Blocks:
     x = block(whole_x, index, side).requires_grad_()
     weight = BlockCut.MATRIX.part(whole_weight, index, side**2).clone().requires_grad_()
     with Live() as live:
-        y = GridShare(grid).product(x, weight, Tray())
+        (y,) = GridShare(grid).products(x, (weight,), Tray())
     there = taken(count)
     torch.autograd.backward(y, block(whole_grad, index, side))
     assert x.grad is not None

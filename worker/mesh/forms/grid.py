@@ -15,7 +15,7 @@ Source: van de Geijn and Watts, SUMMA, 1997; Xu et al., An Efficient 2D Method f
 Models (Optimus), 2021, Algorithms 1 to 3.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -70,33 +70,54 @@ class Grid:
         return _spread(self.column, block, origin, shape)
 
     def summed(
-        self, x: Tensor, weight: Tensor, multiply: Multiply, lengths: tuple[int, ...] | None = None
-    ) -> Tensor:
-        """Sum of the products of the blocks of `x` of this row with those of `weight` of this column, in order.
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        multiply: Multiply,
+        lengths: tuple[int, ...] | None = None,
+    ) -> list[Tensor]:
+        """Sums of the products of the blocks of `x` of this row with those of each of `weights` of this column.
 
         Args:
             x: last dim by column.
-            weight: first dim by row, whatever it stands for.
+            weights: first dim by row, whatever it stands for.
             multiply: product of two blocks.
-            lengths: of the last dim of each block of `x`, and of the first of `weight`'s; None: all are alike.
+            lengths: of the last dim of each block of `x`, and of the first of a weight's; None: all are alike.
+        """
+
+        def made(index: int) -> Iterator[Tensor]:
+            length = None if lengths is None else lengths[index]
+            x_block = self.along_row(x, index, length)
+            return (multiply(x_block, self.down_column(weight, index, length)) for weight in weights)
+
+        totals = [block.to(self.dtype) for block in made(0)]
+        for index in range(1, self.side):
+            for total, block in zip(totals, made(index), strict=True):
+                total += block
+        return totals
+
+    def reduced_along_rows(
+        self,
+        ys: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        multiply: Multiply,
+        lengths: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """Sum over this row, and over `ys`, of the products of each with its weight's blocks of this column.
+
+        This device's block of it.
         """
 
         def made(index: int) -> Tensor:
             length = None if lengths is None else lengths[index]
-            return multiply(self.along_row(x, index, length), self.down_column(weight, index, length))
-
-        total = made(0).to(self.dtype)
-        for index in range(1, self.side):
-            total += made(index)
-        return total
-
-    def reduced_along_rows(
-        self, y: Tensor, weight: Tensor, multiply: Multiply, lengths: tuple[int, ...] | None = None
-    ) -> Tensor:
-        """Sums over this row of the products of `y` with each block of `weight` of this column: this device's one."""
-
-        def made(index: int) -> Tensor:
-            return multiply(y, self.down_column(weight, index, None if lengths is None else lengths[index]))
+            products = (
+                multiply(y, self.down_column(weight, index, length))
+                for y, weight in zip(ys, weights, strict=True)
+            )
+            total = next(products).to(self.dtype)
+            for product in products:
+                total += product
+            return total
 
         return self._reduced(self.row, made)
 
@@ -148,8 +169,8 @@ class GridShare(Share):
     def leave(self, y: Tensor) -> Tensor:
         return y
 
-    def product(self, x: Tensor, weight: Tensor, tray: Tray) -> Tensor:
-        return _linear(x, weight, self._grid, tray)
+    def products(self, x: Tensor, weights: Sequence[Tensor], tray: Tray) -> tuple[Tensor, ...]:
+        return _linears(x, self._grid, tray, *weights)
 
     def normed(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, tray: Tray) -> Tensor:
         return _norm(x, weight, eps, dtype, self._grid, tray)
@@ -180,23 +201,28 @@ class _Context(FunctionCtx):
     lengths: tuple[int, ...]
 
 
-class _Linear(Function):
-    """`x @ weight.T` of whole matrices, this device's block; keeps its own blocks of both."""
+class _Linears(Function):
+    """`x @ weight.T` of whole matrices, this device's block of each; keeps its own blocks of all."""
 
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, weight: Tensor, grid: Grid, tray: Tray) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: _Context, x: Tensor, grid: Grid, tray: Tray, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
         ctx.grid, ctx.tray = grid, tray
-        return grid.summed(x, weight.to(x.dtype), _by_rows).to(x.dtype)
+        made = grid.summed(x, [weight.to(x.dtype) for weight in weights], _by_rows)
+        return tuple(y.to(x.dtype) for y in made)
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        grad_weight = ctx.tray.gradient(weight, partial(_linear_gradient, grid=ctx.grid), grad, x)
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        made = partial(_linear_gradient, grid=ctx.grid)
+        grad_weights = [
+            ctx.tray.gradient(weight, made, grad, x) for weight, grad in zip(weights, grads, strict=True)
+        ]
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = ctx.grid.reduced_along_rows(grad, weight.to(grad.dtype), torch.matmul).to(x.dtype)
-        return grad_x, grad_weight, None, None
+            narrow = [weight.to(x.dtype) for weight in weights]
+            grad_x = ctx.grid.reduced_along_rows(grads, narrow, torch.matmul).to(x.dtype)
+        return grad_x, None, None, *grad_weights
 
 
 class _Score(Function):
@@ -206,7 +232,7 @@ class _Score(Function):
     def forward(ctx: _Context, x: Tensor, weight: Tensor, num_rows: int, grid: Grid, tray: Tray) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.grid, ctx.tray, ctx.lengths = grid, tray, _lengths(num_rows, grid)
-        return grid.reduced_along_rows(x, weight.to(x.dtype), _by_rows, ctx.lengths)
+        return grid.reduced_along_rows([x], [weight.to(x.dtype)], _by_rows, ctx.lengths)
 
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -214,7 +240,7 @@ class _Score(Function):
         grad = grad.to(x.dtype)
         made = partial(_score_gradient, grid=ctx.grid, lengths=ctx.lengths)
         grad_weight = ctx.tray.gradient(weight, made, grad, x)
-        grad_x = ctx.grid.summed(grad, weight.to(grad.dtype), torch.matmul, ctx.lengths)
+        (grad_x,) = ctx.grid.summed(grad, [weight.to(grad.dtype)], torch.matmul, ctx.lengths)
         return grad_x.to(x.dtype), grad_weight, None, None, None
 
 
@@ -306,7 +332,7 @@ def _embed_gradient(weight: Tensor, grad: Tensor, tokens_BT: Tensor, *, grid: Gr
 
 
 # torch leaves `apply` without types.
-_linear: Callable[[Tensor, Tensor, Grid, Tray], Tensor] = _Linear.apply
+_linears: Callable[..., tuple[Tensor, ...]] = _Linears.apply
 _score: Callable[[Tensor, Tensor, int, Grid, Tray], Tensor] = _Score.apply
 _embed: Callable[[Tensor, Tensor, int, Grid, Tray], Tensor] = _Embed.apply
 _norm: Callable[[Tensor, Tensor, float, torch.dtype, Grid, Tray], Tensor] = _Norm.apply
