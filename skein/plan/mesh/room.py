@@ -121,7 +121,7 @@ def within_devices(
 
 def _refused(short: Sequence[FullestDevice]) -> Infeasible:
     missing_bytes = sum(x.needed_bytes - x.room_bytes for x in short)
-    return Infeasible(reason="; ".join(map(str, short)), missing_bytes=missing_bytes)
+    return Infeasible(reason=" and ".join(map(str, short)), missing_bytes=missing_bytes)
 
 
 def _smaller(fleet: Fleet, short: Iterable[FullestDevice]) -> Fleet:
