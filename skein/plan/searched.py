@@ -175,7 +175,8 @@ class _Begun:
             (job, first), *others = self.refused
             yield Clause(f"not {manner(job)}{and_more(others)}: {first.reason}")
         if self.num_left_out:
-            yield Clause(f"plan.budget_s is too short to try {counted(self.num_left_out, 'more way')}")
+            only = f"{manner(self.ways[0].hunt.job)}, for " if len(self.ways) == 1 else ""
+            yield Clause(f"{only}the budget is too short to try {counted(self.num_left_out, 'more way')}")
 
 
 def _begun_ways(
