@@ -26,7 +26,7 @@ from coordinator.records.journal import Fold, job_of_record
 from coordinator.telling.arrays import ArrayMetrics
 from coordinator.telling.choices import ChoiceMetrics
 from coordinator.telling.exporting import MAX_LABELS, MAX_WORKERS, StatisticsCollector, counts_by_name
-from coordinator.telling.queued import QueueGauges
+from coordinator.telling.queued import QueueGauges, SweepGauges
 from coordinator.telling.status import chunk_times
 from coordinator.telling.uses import UseGauges
 from skein.plan.plan import ChunkTime, Infeasible, Plan
@@ -210,6 +210,7 @@ class CoordinatorMetrics:
         # --- the coordinator ---
         self._jobs_by_state = new_gauge("skein_jobs", "Jobs, by state", ["state"])
         self._queue = QueueGauges(registry)
+        self._sweeps = SweepGauges(registry)
         self._workers = new_gauge("skein_workers", "Workers, by state", ["state"])
         self._lease = new_gauge("skein_lease_remaining_seconds", "Until a worker counts as lost", ["worker"])
         self._generation = new_gauge("skein_generation_number", "Of the newest plan")
@@ -417,6 +418,7 @@ class CoordinatorMetrics:
         self._lag.set(lag_s)
         _set_by_state(self._jobs_by_state, JobState, [view.state_of(job.job) for job in history.listed()])
         self._queue.sample(view, now=now)
+        self._sweeps.sample(view)
         _set_by_state(self._workers, WorkerState, [worker.state for worker in workers])
         leased = sorted(live)[:MAX_WORKERS]
         for worker in leased:

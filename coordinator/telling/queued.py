@@ -1,4 +1,4 @@
-"""Metrics of jobs that wait, and of what namespaces have of their quotas."""
+"""Metrics of jobs that wait, of what namespaces have of their quotas, and of what becomes of trials."""
 
 from collections import Counter
 
@@ -6,7 +6,12 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from coordinator.telling.exporting import MAX_LABELS
 from skein.protocol.coordinator.quotas import stored_by_namespace
+from skein.protocol.coordinator.sweeping.deciding import SweepCourse, course_of
+from skein.protocol.coordinator.sweeping.standing import TrialStand
 from skein.protocol.coordinator.view import CoordinatorView
+from skein.types import JobId
+
+_STATES = ("waiting", "training", "trained", "ended early", "retired")
 
 
 class QueueGauges:
@@ -41,3 +46,37 @@ class QueueGauges:
             self._stored.labels(namespace).set(num_bytes)
             for use in view.quotas.of(namespace):
                 self._quotas.labels(namespace, use.quota).set(use.used / use.most)
+
+
+class SweepGauges:
+    """Gauges that follow from the state of the moment, of sweeps that have not ended."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._trials = Gauge(
+            "skein_sweep_trials",
+            "Trials of a sweep, by what became of them",
+            ["job", "state"],
+            registry=registry,
+        )
+
+    def sample(self, view: CoordinatorView) -> None:
+        """Take the state of the moment."""
+        self._trials.clear()
+        for sweep in view.history.sweeps()[:MAX_LABELS]:
+            self._show(sweep.job, course_of(sweep, view.history))
+
+    def _show(self, job: JobId, course: SweepCourse) -> None:
+        counts = Counter(map(_state, course.stands))
+        # They wait for nothing any more.
+        counts["ended early"] = len(course.ended)
+        counts["waiting"] -= len(course.ended)
+        for state in _STATES:
+            self._trials.labels(job, state).set(counts[state])
+
+
+def _state(stand: TrialStand) -> str:
+    if stand.failure:
+        return "retired"
+    if stand.is_done:
+        return "trained"
+    return "training" if stand.is_at_work else "waiting"

@@ -6,8 +6,13 @@ from deploy.grafana.rows.panel import Panel, Row, query
 
 ARRAYS = Row(
     title="Trials side by side",
-    columns=4,
+    columns=3,
     panels=(
+        Panel(
+            title="Trials",
+            about="Trials of sweeps that go on, by what became of them.",
+            queries=(query("sum by (state) (skein_sweep_trials) or vector(0)", "{{state}}"),),
+        ),
         Panel(
             title="Rows of arrays",
             about="Trials that train in one process, and those of them that are not retired.",

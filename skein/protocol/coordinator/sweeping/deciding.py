@@ -54,7 +54,8 @@ def _compared(sweep: JobHistory, history: History, stands: tuple[TrialStand, ...
         _carry_out(bracket, [(made, value) for made, value in results if made.trial in own], ended)
         due += bracket.due
     going = [advance for advance in due if not stands[advance.trial].is_at_work]
-    return SweepCourse(stands=stands, due=tuple(going), ended=ended)
+    worse = {trial: why for trial, why in ended.items() if not stands[trial].failure}
+    return SweepCourse(stands=stands, due=tuple(going), ended=worse)
 
 
 def _carry_out(bracket: Hyperband, results: list[tuple[Advance, float]], ended: dict[int, str]) -> None:

@@ -1,0 +1,59 @@
+"""A sweep with real processes: trials train as rows on two workers, one is killed, and the best trial is exported."""
+
+from pathlib import Path
+
+from safetensors.numpy import load_file
+
+from client.api import Job
+from skein.config.load import parse_job
+from skein.types import JobState
+from skein.wire.views import StateChanged
+from tests.e2e.jobs import wait_for_step
+from tests.e2e.shared import SharedCluster
+
+JOB = """
+name: rates
+model: {family: mlp, widths: [32]}
+data: {sources: [{format: digits}]}
+batch: {samples: 32, microbatch_samples: 32}
+parallel: {stages: 1}
+budget: {steps: 60}
+evaluation: {samples: 160}
+sweep:
+  search: hyperband
+  num_trials: 9
+  least_steps: 10
+  metric: evaluation_loss
+  fuse: always
+  round_steps: 5
+  space:
+    optimizer.learning_rate: {log_uniform: [1.0e-4, 1.0]}
+"""
+
+
+def wait_until_running(job: Job) -> None:
+    """Until an array of a sweep is at work."""
+    for event in job.events():
+        if isinstance(event.body, StateChanged) and event.body.state is JobState.RUNNING:
+            return
+    raise AssertionError(f"{job.id} never ran: {job.status()}")
+
+
+def test_the_best_of_many_trials_is_found_and_exported_though_a_worker_is_killed(
+    shared: SharedCluster, tmp_path: Path
+) -> None:
+    shared.gather(2)
+    with shared.client() as client:
+        job = client.submit(parse_job(JOB, origin="job"))
+        wait_until_running(job)
+        array = client.job(f"{job.id}-a1")
+        wait_for_step(array, 2)
+        shared.restart(next(worker.worker for worker in client.workers() if worker.job == array.id))
+        done = job.wait()
+        assert done.state is JobState.FINISHED, done.reason
+        assert [found.name for found in client.jobs() if found.job == job.id] == ["rates"]
+        assert sorted(trial.num_steps for trial in done.trials) == [20] * 6 + [60] * 3
+        best = client.export(job.id, tmp_path / "best", trial="best")
+        chosen = next(trial for trial in done.trials if trial.is_best)
+        assert (best.trial, chosen.num_steps) == (chosen.trial, 60)
+        assert load_file(tmp_path / "best" / "model.safetensors").keys()
