@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from skein.config.sweep.arrays import array_job
+from skein.config.sweep.rows import ArrayRow, ArraySpec
 from skein.numeric.sketch import SKETCH_LENGTH
 from skein.protocol.coordinator.coordinator import MAX_REFUSED
 from skein.protocol.coordinator.runs.workers.plausible import implausible, most_tokens
-from skein.protocol.messages.array_rounds import RowScore
+from skein.protocol.messages.array_rounds import ArrayRound, PassKind, RowNumbers, RowScore
 from skein.protocol.messages.directives import Refused
-from skein.protocol.messages.reports import EvaluationDone, LinksMeasured, Report, SketchTaken
+from skein.protocol.messages.reports import EvaluationDone, LinksMeasured, Report, SketchTaken, StageDone
 from skein.topology.fleet import Link
 from skein.types import Generation, MicrobatchId, Own, StageIndex, Step, WorkerId
 from tests.support.reports import ledger, stage_done, vote
@@ -73,6 +75,30 @@ def test_what_nobody_can_have_seen_is_told_by_field_and_value(report: Report, fi
 )
 def test_what_may_be_is_left_to_whom_it_concerns(report: Report) -> None:
     assert implausible(ME, report, SPEC) is None
+
+
+def rounded(*, num_updates: int, num_tokens: int) -> StageDone:
+    row = RowNumbers(
+        loss=1.0,
+        num_tokens=num_tokens,
+        gradient_norm=1.0,
+        clip=1.0,
+        learning_rate=0.1,
+        num_updates=num_updates,
+    )
+    array = ArrayRound(rows=(row, row), num_local_steps=1, pass_kind=PassKind.LOOPED, speedup=1.0)
+    return replace(stage_done(ledger(1, ME, 0, 1), tokens=(3, 3)), array=array)
+
+
+def test_rows_that_nobody_can_have_trained_are_told_of() -> None:
+    row = ArrayRow(trial=0, optimizer=SPEC.optimizer, seed=0)
+    array = ArraySpec(rows=(row, row.model_copy(update={"trial": 1})), last_step=4, schedule_steps=9)
+    spec = array_job(SPEC, array, round_steps=2)
+    assert implausible(ME, rounded(num_updates=4, num_tokens=3), spec) is None
+    found = implausible(ME, rounded(num_updates=2**60, num_tokens=3), spec)
+    assert found == f"StageDone.array: a row of {2**60} updates: give at most 4"
+    found = implausible(ME, rounded(num_updates=4, num_tokens=2**62), spec)
+    assert found == f"StageDone.array: {2**63}: give at most 6, which is all of it"
 
 
 def test_who_tells_such_things_again_and_again_is_turned_away() -> None:

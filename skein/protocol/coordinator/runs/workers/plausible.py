@@ -22,8 +22,10 @@ def implausible(worker: WorkerId, report: Report, spec: JobSpec | None) -> str |
             return f"StageDone.ledger: {report.ledger.worker}'s: tell of your own"
         case StageDone() if spec is not None:
             told = 0 if report.array is None else len(report.array.rows)
-            return _other_rows("StageDone.array", told, spec) or _too_many(
-                "StageDone.tokens", max(report.tokens, default=0), most_tokens(spec)
+            return (
+                _other_rows("StageDone.array", told, spec)
+                or _too_many("StageDone.tokens", max(report.tokens, default=0), most_tokens(spec))
+                or _odd_rows(report, spec)
             )
         case EvaluationDone() if spec is not None and len(report.rows) != len(spec.rows):
             return _other_rows("EvaluationDone.rows", len(report.rows), spec)
@@ -46,6 +48,17 @@ def most_tokens(spec: JobSpec) -> int:
 def _other_rows(field: str, num_rows: int, spec: JobSpec) -> str | None:
     wanted = len(spec.rows)
     return None if num_rows == wanted else f"{field}: {num_rows} rows: give {wanted}, which the job has"
+
+
+def _odd_rows(report: StageDone, spec: JobSpec) -> str | None:
+    """Fault in what a round's rows have come to: later arrays go on from there, and sums are recorded."""
+    array = report.array
+    if array is None or not isinstance(spec, ArrayJob):
+        return None
+    made = max(row.num_updates for row in array.rows)
+    if made > spec.array.last_step:
+        return f"StageDone.array: a row of {made} updates: give at most {spec.array.last_step}"
+    return _too_many("StageDone.array", array.num_tokens, sum(report.tokens))
 
 
 def _too_many(field: str, tokens: int, most: int) -> str | None:
