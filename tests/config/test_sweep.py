@@ -145,6 +145,16 @@ def test_trials_that_would_not_fit_into_the_run_log_are_refused() -> None:
         trials_of(job)
 
 
+def test_hyperband_refuses_trials_whose_budgets_are_other_steps() -> None:
+    job = JOB.replace("steps: 50", "tokens: 6400")
+    trials = "{search: hyperband, trials: [{batch.samples: 32}, {batch.samples: 64}]}"
+    with pytest.raises(
+        UserError, match=r"trial 1 has 100 where the job has 200: give budget\.steps, or random"
+    ):
+        check_admissible(sweep(trials, job=job))
+    check_admissible(sweep(trials))
+
+
 def test_a_sweep_over_stages_is_refused() -> None:
     job = sweep("space: {seed: [1]}", job=JOB.replace("stages: 1", "stages: 2"))
     with pytest.raises(UserError, match=r"parallel.stages: 2: a trial trains on one worker"):

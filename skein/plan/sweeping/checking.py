@@ -52,6 +52,13 @@ def _check_search(job: JobSpec, sweep: SweepSpec) -> None:
         if key.startswith("budget"):
             hint = f"trials of hyperband are compared after equal steps, so they cannot differ in {key}: give random"
             raise UserError("sweep.search", "hyperband", hint)
+    for trial in trials_of(job):
+        if (steps := trial.job.total_steps) != job.total_steps:
+            hint = (
+                f"trials are compared after equal steps, and trial {trial.number} has {steps} where the job has "
+                f"{job.total_steps}: give budget.steps, or random"
+            )
+            raise UserError("sweep.search", "hyperband", hint)
 
 
 def _check_fused(trials: Sequence[SweepTrial]) -> None:
