@@ -280,6 +280,25 @@ def use_rows(status: JobStatus) -> list[tuple[str, ...]]:
     ]
 
 
+COLLECTIVE_COLUMNS = ("WORKER", "COLLECTIVES", "NUMBER", "PLANNED", "MEASURED", "OFF")
+
+
+def collective_rows(status: JobStatus) -> list[tuple[str, ...]]:
+    """Rows of collectives between devices of meshes: time of one, planned beside measured; see `COLLECTIVE_COLUMNS`."""
+    return [
+        (
+            use.worker,
+            told.kind,
+            str(told.num_collectives),
+            *_time_row(
+                "", "", told.predicted_s / told.num_collectives, told.measured_s / told.num_collectives
+            )[2:],
+        )
+        for use in status.uses
+        for told in use.collectives
+    ]
+
+
 def _peak(num_microbatches: int, num_bytes: int) -> str:
     return f"{num_microbatches} ({format_bytes(num_bytes)})"
 

@@ -83,6 +83,21 @@ RE_EXPORTED = (
     ReExport(
         "skein_worker_tensor_bytes", CounterMetricFamily, "Tensor bytes of training sent to others", _BY_KIND
     ),
+    ReExport(
+        "skein_worker_collectives",
+        CounterMetricFamily,
+        "Collectives between devices of a mesh whose times are predicted",
+        _BY_KIND,
+    ),
+    ReExport(
+        "skein_worker_collective_seconds",
+        CounterMetricFamily,
+        "Time that these took as far as nothing was computed beside them",
+        _BY_KIND,
+    ),
+    ReExport(
+        "skein_worker_collective_predicted_seconds", CounterMetricFamily, "The same as predicted", _BY_KIND
+    ),
     ReExport("skein_worker_queued_ops", GaugeMetricFamily, "Ops that could run", _BY_KIND),
     ReExport("skein_worker_payload_bytes", GaugeMetricFamily, "Tensors that are filed"),
     ReExport("skein_worker_refusals", CounterMetricFamily, "Tensors that were refused", _BY_REASON),

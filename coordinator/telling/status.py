@@ -11,7 +11,8 @@ from skein.config.job import JobSpec
 from skein.plan.changing.leeway import settled
 from skein.plan.changing.redundancy import Shortfall, shortfalls
 from skein.plan.changing.silent import busy_workers
-from skein.plan.clock.holding import WorkerUse, planned_uses
+from skein.plan.clock.holding import CollectiveUse, WorkerUse, planned_uses
+from skein.plan.pieces.told import LaneKind
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.runs.watching.measuring import Measured
@@ -143,6 +144,7 @@ def with_told(uses: Iterable[WorkerUse], reported: Reported) -> tuple[WorkerUse,
         use.told(
             {StageIndex(int(x)): int(peak) for x, peak in peaks.get(use.worker, {}).items() if x.isdecimal()},
             bubbles.get(use.worker, {}).get(""),
+            _collectives(use.worker, reported),
         )
         for use in uses
     )
@@ -164,6 +166,24 @@ def expert_loads(crew: Iterable[WorkerId], reported: Reported) -> tuple[float | 
         mean = counts["mean"] if "mean" in counts else fmean(counts.values())
         loads += [value / mean for value in counts.values()] if mean > 0 else []
     return (max(loads), min(loads)) if loads else (None, None)
+
+
+def _collectives(worker: WorkerId, reported: Reported) -> tuple[CollectiveUse, ...]:
+    """Collectives of a worker's mesh by kind; nothing of kinds that it had none of."""
+    num, measured_s, predicted_s = (
+        reported(f"skein_worker_{name}_total").get(worker, {})
+        for name in ("collectives", "collective_seconds", "collective_predicted_seconds")
+    )
+    return tuple(
+        CollectiveUse(
+            kind=kind.value,
+            num_collectives=int(num[kind.value]),
+            predicted_s=predicted_s.get(kind.value, 0.0),
+            measured_s=measured_s.get(kind.value, 0.0),
+        )
+        for kind in LaneKind
+        if num.get(kind.value)
+    )
 
 
 def chunk_times(plan: Plan, measured: Measured | None) -> tuple[ChunkTimes, ...]:

@@ -11,6 +11,7 @@ from coordinator.records.journal import Journal
 from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import brief_status, expert_loads, job_status
 from skein.config.job import PlanSpec
+from skein.plan.clock.holding import CollectiveUse
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.log.records import Record
 from skein.sim.scenario import make_world
@@ -119,12 +120,22 @@ def test_loads_of_experts_are_those_of_all_replicas_over_an_even_share() -> None
 
 
 def test_what_the_plan_uses_of_workers_stands_beside_what_they_told() -> None:
-    told = {"skein_worker_stage_peak_microbatches": {worker(0): {"0": 3.0}}, "skein_worker_bubble_ratio": {}}
+    told = {
+        "skein_worker_stage_peak_microbatches": {worker(0): {"0": 3.0}},
+        "skein_worker_bubble_ratio": {},
+        "skein_worker_collectives_total": {worker(0): {"tp": 4.0, "a2a": 0.0}},
+        "skein_worker_collective_seconds_total": {worker(0): {"tp": 0.5, "a2a": 0.0}},
+        "skein_worker_collective_predicted_seconds_total": {worker(0): {"tp": 0.25, "a2a": 0.0}},
+    }
     view = machine(version=12).view
     uses = job_status(view, Journal(nothing_kept), JOB, lambda name: told[name]).uses
     assert [use.worker for use in uses] == [worker(i) for i in range(4)]
     first, *others = uses
     assert first.held_peaks in ((3,), (0,))
+    assert first.collectives == (
+        CollectiveUse(kind="tp", num_collectives=4, predicted_s=0.25, measured_s=0.5),
+    )
+    assert all(use.collectives == () for use in others)
     assert all(use.held_peaks == () for use in others)
     assert all(0 <= use.planned_bubble < 1 for use in uses)
     assert any(use.planned_bytes > 0 for use in uses)

@@ -12,6 +12,7 @@ from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.plan.changing.traffic import TrafficKind, traffic_of
 from skein.plan.cut import cut_job
 from skein.plan.ops import Direction
+from skein.plan.pieces.told import CollectiveTimes, LaneKind
 from skein.protocol.messages.tensors import HopTensor, Phase, Refusal
 from skein.types import JobId, MicrobatchId, Step, WorkerId
 from tests.support.hands import envelope
@@ -225,3 +226,20 @@ def test_bytes_between_workers_are_told_by_kind(split: VocabularySplit) -> None:
     assert found == expected
     shown = values(WorkerMetrics(statistics, gauges))
     assert {kind: shown["skein_worker_tensor_bytes_total", kind.value] for kind in TrafficKind} == expected
+
+
+def test_collectives_of_a_mesh_are_told_by_kind_predicted_beside_measured() -> None:
+    times, metrics = CollectiveTimes(), WorkerMetrics(Statistics())
+    metrics.watch_mesh(times)
+    times.add(LaneKind.TP, 3, predicted_s=0.25, measured_s=0.5)
+    times.add(LaneKind.TP, 1, predicted_s=0.25, measured_s=0.25)
+    shown = values(metrics)
+    told = {
+        name: [shown[f"skein_worker_{name}_total", kind.value] for kind in LaneKind]
+        for name in ("collectives", "collective_seconds", "collective_predicted_seconds")
+    }
+    assert told == {
+        "collectives": [4, 0],
+        "collective_seconds": [0.75, 0],
+        "collective_predicted_seconds": [0.5, 0],
+    }

@@ -5,6 +5,7 @@ Rules of this file
 - Nothing is caught: whoever cannot go on ends, and the whole mesh with it, for the others wait for its sums.
 """
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from worker.mesh.frames import (
     StageAsk,
     SumsAsk,
     TimeRowsAsk,
+    TimeSumsAsk,
     VisitAsk,
 )
 from worker.mesh.groups import DeviceGroup
@@ -49,6 +51,8 @@ from worker.model.pending import Pending, add_up
 from worker.model.sparse.layer import SparseMlp
 from worker.model.stage import empty_stage
 from worker.probe import measure_device
+
+_NUM_TIMES = 3
 
 Answered = tuple[DeviceAnswer, Mapping[str, Tensor]]
 
@@ -100,7 +104,12 @@ class DeviceShare:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         collectives, elements = self._traffic.taken()
-        counted = {"collectives": collectives, "elements": elements, "metered": self._meter.take()}
+        counted = {
+            "collectives": collectives,
+            "elements": elements,
+            "metered": self._meter.take(self._traffic.waited_s),
+        }
+        self._traffic.waited_s = 0.0
         return answer.model_copy(update=counted), given
 
     def _do(self, asked: Asked | DeviceAnswer, tensors: Mapping[str, Tensor]) -> Answered:
@@ -117,6 +126,8 @@ class DeviceShare:
                 return self._visit(asked, tensors)
             case TimeRowsAsk():
                 return DeviceAnswer(row_times=self._time_rows(asked)), {}
+            case TimeSumsAsk():
+                return DeviceAnswer(sum_times=self._time_sums(asked)), {}
             case ReturnAsk():
                 return DeviceAnswer(), self._return(asked, tensors)
             case AddUpAsk():
@@ -223,7 +234,33 @@ class DeviceShare:
     def _time_rows(self, asked: TimeRowsAsk) -> tuple[RowTimes, ...]:
         """Times of the first layer of experts: all of a stage are alike."""
         layers = (x for x in self._kept.stages[asked.chunk].modules() if isinstance(x, SparseMlp))
-        return next(layers).timed(asked.num_rows, self._device)
+        found = next(layers).timed(asked.num_rows, self._device)
+        self._forget_traffic()
+        return found
+
+    def _time_sums(self, asked: TimeSumsAsk) -> tuple[float, ...]:
+        """The least of a few times of each."""
+        share, found = self._kept.shares[asked.chunk], []
+        for num_elements in asked.num_elements:
+            x = torch.zeros(num_elements, device=self._device)
+            times = []
+            for _ in range(_NUM_TIMES):
+                began_s = self._now_s()
+                share.sum(x)
+                times.append(self._now_s() - began_s)
+            found.append(min(times))
+        self._forget_traffic()
+        return tuple(found)
+
+    def _forget_traffic(self) -> None:
+        """Leave collectives that were measured for their time alone out of all counts."""
+        self._traffic.taken()
+        self._traffic.waited_s = 0.0
+
+    def _now_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     def _return(self, asked: ReturnAsk, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Gradients of what the stage was given."""

@@ -98,6 +98,14 @@ class TimeRowsAsk(Spec):
     num_rows: tuple[int, ...]
 
 
+class TimeSumsAsk(Spec):
+    """Measure sums over the devices that share the stage, of so many elements."""
+
+    kind: Literal["time_sums"] = "time_sums"
+    chunk: int
+    num_elements: tuple[int, ...]
+
+
 class ReturnAsk(Spec):
     """Go back from the visit of this ticket, with the gradients that come along; or put those of weights aside."""
 
@@ -136,6 +144,7 @@ Asked = (
     | LoadAsk
     | VisitAsk
     | TimeRowsAsk
+    | TimeSumsAsk
     | ReturnAsk
     | AddUpAsk
     | SumsAsk
@@ -172,6 +181,8 @@ class Metered(Spec):
     num_layers: int = 0
     layers_s: float = 0.0
     experts_s: float = 0.0
+    waited_s: float = 0.0
+    """Seconds that the device has waited for collectives other than exchanges."""
 
 
 class DeviceAnswer(Spec):
@@ -182,6 +193,7 @@ class DeviceAnswer(Spec):
     elements: Mapping[Collective, int] = {}
     metered: Metered = Metered()
     row_times: tuple[RowTimes, ...] = ()
+    sum_times: tuple[float, ...] = ()
     num_tokens: int = 0
     """Valid labels of a visit that scores."""
     balance_losses: tuple[float, ...] = ()

@@ -6,6 +6,7 @@ Rules of this file
 - What they connect by is bound to loopback, or is the GPUs' own.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -173,8 +174,11 @@ class DeviceGroup:
     @contextmanager
     def _counted(self, kind: Collective, num_elements: int) -> Iterator[None]:
         self._traffic.count(kind, num_elements)
+        began_s = time.perf_counter()
         with _broken(_WORDS[kind]):
             yield
+        if kind is not Collective.EXCHANGE:
+            self._traffic.waited_s += time.perf_counter() - began_s
 
 
 @contextmanager

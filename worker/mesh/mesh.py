@@ -22,6 +22,7 @@ from torch import Tensor
 
 from skein.config.mesh.tensor import MeshForm
 from skein.plan.pieces.lanes import Pieces
+from skein.plan.pieces.told import CollectiveTimes
 from skein.topology.fleet import Profile
 from worker.mesh.frames import (
     AddUpAsk,
@@ -74,6 +75,8 @@ class Mesh:
         """Collectives over all devices so far, as the first one tells."""
         self.device_bytes = sys.maxsize
         """Memory of each device, as measured last; of processors, its share of the host's."""
+        self.times = CollectiveTimes()
+        """Seconds of collectives so far, predicted and measured."""
         self.pieces: Pieces | None = None
         """In how many tokens go to experts on other devices; None: chosen by measured times."""
         self._least_patience_s = least_patience_s

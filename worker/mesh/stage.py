@@ -58,7 +58,7 @@ class MeshStage:
         """Whole parameters, which whoever updates them may replace by others."""
         self._given: dict[str, tuple[int, int]] = {}
         """Place and count of changes of each parameter as the devices have it."""
-        self._piecing = Piecing(mesh, self.form.size, job.model, module.stage)
+        self._piecing = Piecing(mesh, self.form, job.model, module.stage)
         self._has_sums = False
         self._aside: list[_Ticket] | None = None
         self.anchor = torch.zeros(0, requires_grad=True)
@@ -133,6 +133,7 @@ class MeshStage:
         asked = ReturnAsk(ticket=ticket, puts_aside=self._aside is not None)
         answers = self._mesh.ask_each([(asked, part) for part in boundary.cut(grads)])
         self._piecing.observe(num_tokens, answers[0][0].metered, is_forward=False)
+        self._piecing.observe_sums(answers[0][0])
         if self._aside is None:
             self._has_sums = True
         return boundary.join([given for _, given in answers])
@@ -160,6 +161,7 @@ class MeshStage:
         microbatch = self.junction.microbatch
         pieces = self._piecing.pieces(chunk, num_tokens)
         sent |= tensor_if_any(CHOICES, None if microbatch is None else microbatch.told)
+        self._piecing.time_sums(chunk, num_tokens)
         asked = VisitAsk(
             chunk=chunk,
             ticket=None if ticket is None else ticket.number,
@@ -172,6 +174,7 @@ class MeshStage:
         answer, found = answers[0][0], boundary.join([told for _, told in answers])
         self._piecing.observe(num_tokens, answer.metered, is_forward=True)
         choices = found.pop(CHOICES, None)
+        self._piecing.observe_sums(answer)
         tensors |= found
         on_answer(boundary.total([told.num_tokens for told, _ in answers]))
         if microbatch is not None:

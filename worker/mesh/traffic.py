@@ -28,6 +28,8 @@ class CollectiveCount:
     def __init__(self) -> None:
         self.counts: Counter[Collective] = Counter()
         self.elements: Counter[Collective] = Counter()
+        self.waited_s = 0.0
+        """Seconds that the device has waited for them; not for exchanges, beside which it computes."""
 
     def count(self, kind: Collective, num_elements: int) -> None:
         """Add one."""

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from skein.plan.changing.traffic import TrafficKind
 from skein.plan.ops import OpKind
+from skein.plan.pieces.told import CollectiveTimes, LaneKind
 from skein.protocol.messages.reports import Count
 from skein.protocol.worker.pipeline import Occupancy
 from skein.types import WorkerId
@@ -35,6 +36,8 @@ class _WhenAsked(Collector):
         self._gauges = gauges
         self.board = Switchboard(is_offered=False)
         """Relay of this worker; until it is told, one that carries nothing."""
+        self.mesh_times = CollectiveTimes()
+        """Times of collectives of its mesh; none without one."""
 
     def collect(self) -> Iterable[Metric]:
         counted, gauges = self._statistics, self._gauges
@@ -69,6 +72,13 @@ class _WhenAsked(Collector):
         yield GaugeMetricFamily("skein_worker_pending_bytes", about, value=gauges.pending_bytes)
         about = "Most of that at once in the newest step"
         yield GaugeMetricFamily("skein_worker_peak_pending_bytes", about, value=gauges.peak_pending_bytes)
+        times = self.mesh_times
+        about = "Collectives between devices of the mesh whose times are predicted, by kind"
+        yield _family("collectives", about, "kind", {kind.value: times.num[kind] for kind in LaneKind})
+        about = "Time that these took as far as nothing was computed beside them, by kind"
+        yield _seconds("collective_seconds", about, times.measured_s)
+        about = "The same as predicted, by kind"
+        yield _seconds("collective_predicted_seconds", about, times.predicted_s)
         about = "How often other walkers began to lead this one"
         yield CounterMetricFamily("skein_worker_leader_changes", about, value=gauges.num_leader_changes)
         about = "Bytes carried for workers that do not dial each other"
@@ -90,6 +100,13 @@ def _family(
     # A copy: scrapes come on a thread of their own.
     for key, value in sorted(dict(values).items()):
         family.add_metric([str(key)], value)
+    return family
+
+
+def _seconds(name: str, documentation: str, values: Mapping[LaneKind, float]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"skein_worker_{name}", documentation, labels=["kind"])
+    for kind, value in dict(values).items():
+        family.add_metric([kind.value], value)
     return family
 
 
@@ -164,6 +181,10 @@ class WorkerMetrics:
     def watch_relay(self, board: Switchboard) -> None:
         """Tell from now on what this worker carries for others."""
         self._when_asked.board = board
+
+    def watch_mesh(self, times: CollectiveTimes) -> None:
+        """Tell from now on how long collectives of this worker's mesh take."""
+        self._when_asked.mesh_times = times
 
     # --- what happened ---
 

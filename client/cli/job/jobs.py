@@ -15,9 +15,11 @@ from client.cli.job.files import outline
 from client.cli.job.follow import follow_events, view_for
 from client.cli.options import connect_client, overrides_option, remote_command
 from client.cli.show import (
+    COLLECTIVE_COLUMNS,
     JOB_COLUMNS,
     TIME_COLUMNS,
     USE_COLUMNS,
+    collective_rows,
     job_lines,
     job_row,
     print_json,
@@ -173,4 +175,7 @@ def status(job: str, *, is_watching: bool, is_json: bool) -> int:
         if found.uses:
             click.echo()
             print_table(USE_COLUMNS, use_rows(found), nothing="")
+        if rows := collective_rows(found):
+            click.echo()
+            print_table(COLLECTIVE_COLUMNS, rows, nothing="")
     return DONE

@@ -11,6 +11,16 @@ from skein.types import StageIndex, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveUse:
+    """Collectives of a kind between the devices of a mesh so far, `tp` or `a2a`, and what they took together."""
+
+    kind: str
+    num_collectives: int
+    predicted_s: float
+    measured_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerUse:
     """Use of a worker: what it holds for its chunks, and for how much of a step it has nothing to do.
 
@@ -28,6 +38,7 @@ class WorkerUse:
         held_peaks: the same in the newest step that the worker told of; empty: it told of none.
         planned_bubble: share of the predicted step without an op.
         bubble: of the newest step; None: not told.
+        collectives: of its mesh, since its process started, by kind.
     """
 
     worker: WorkerId
@@ -39,6 +50,7 @@ class WorkerUse:
     planned_bubble: float
     held_peaks: tuple[int, ...] = ()
     bubble: float | None = None
+    collectives: tuple[CollectiveUse, ...] = ()
 
     @property
     def planned_bytes(self) -> int:
@@ -58,10 +70,15 @@ class WorkerUse:
     def _bytes(self, counts: tuple[int, ...]) -> int:
         return sum(num * size for num, size in zip(counts, self.slot_bytes, strict=True))
 
-    def told(self, peaks: Mapping[StageIndex, int], bubble: float | None) -> "WorkerUse":
+    def told(
+        self,
+        peaks: Mapping[StageIndex, int],
+        bubble: float | None,
+        collectives: tuple[CollectiveUse, ...] = (),
+    ) -> "WorkerUse":
         """The same with what the worker told; a stage that it did not name held nothing."""
         held = tuple(peaks.get(stage, 0) for stage in self.stages) if peaks else ()
-        return replace(self, held_peaks=held, bubble=bubble)
+        return replace(self, held_peaks=held, bubble=bubble, collectives=collectives)
 
 
 def planned_uses(plan: Plan, job: JobSpec) -> tuple[WorkerUse, ...]:

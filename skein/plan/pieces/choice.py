@@ -28,6 +28,11 @@ class TimedRows:
     weights_s: float
 
 
+def sums_to_time(num_elements: int) -> tuple[int, ...]:
+    """Numbers of elements, up to as many; none where they would be too few for a line."""
+    return sizes_to_time(num_elements, 1)
+
+
 def sizes_to_time(num_rows: int, num_devices: int) -> tuple[int, ...]:
     """Numbers of rows, up to as many, that divide among devices; none where they would be too few for a line.
 
@@ -96,6 +101,15 @@ class ExpertLines:
         return end_s(
             self.layer(num_rows, is_forward=is_forward), pieces.forward if is_forward else pieces.backward
         )
+
+    def exposed_s(self, num_rows: int, pieces: Pieces, *, is_forward: bool) -> float:
+        """Seconds of such a layer in which its experts wait for rows."""
+        layer, num = (
+            self.layer(num_rows, is_forward=is_forward),
+            pieces.forward if is_forward else pieces.backward,
+        )
+        computing_s = num * layer.experts.piece_s(num) + layer.after_s
+        return self.end_s(num_rows, pieces, is_forward=is_forward) - computing_s
 
 
 class Drift:

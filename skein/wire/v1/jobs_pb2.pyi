@@ -939,6 +939,7 @@ class WorkerUse(_message.Message):
     PLANNED_BUBBLE_FIELD_NUMBER: _builtins.int
     HELD_PEAKS_FIELD_NUMBER: _builtins.int
     BUBBLE_FIELD_NUMBER: _builtins.int
+    COLLECTIVES_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     fixed_bytes: _builtins.int
     planned_bubble: _builtins.float
@@ -960,6 +961,8 @@ class WorkerUse(_message.Message):
     def held_peaks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of the newest step; none: not told."""
 
+    @_builtins.property
+    def collectives(self) -> _containers.RepeatedCompositeFieldContainer[Global___CollectiveUse]: ...
     def __init__(
         self,
         *,
@@ -972,16 +975,47 @@ class WorkerUse(_message.Message):
         planned_bubble: _builtins.float = ...,
         held_peaks: _abc.Iterable[_builtins.int] | None = ...,
         bubble: _builtins.float | None = ...,
+        collectives: _abc.Iterable[Global___CollectiveUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bubble", b"_bubble", "bubble", b"bubble"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bubble", b"_bubble", "bubble", b"bubble", "fixed_bytes", b"fixed_bytes", "held_peaks", b"held_peaks", "planned_bubble", b"planned_bubble", "planned_peaks", b"planned_peaks", "slot_bytes", b"slot_bytes", "slots", b"slots", "stages", b"stages", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bubble", b"_bubble", "bubble", b"bubble", "collectives", b"collectives", "fixed_bytes", b"fixed_bytes", "held_peaks", b"held_peaks", "planned_bubble", b"planned_bubble", "planned_peaks", b"planned_peaks", "slot_bytes", b"slot_bytes", "slots", b"slots", "stages", b"stages", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bubble: _TypeAlias = _typing.Literal["bubble"]  # noqa: Y015
     _WhichOneofArgType__bubble: _TypeAlias = _typing.Literal["_bubble", b"_bubble"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bubble) -> _WhichOneofReturnType__bubble | None: ...
 
 Global___WorkerUse: _TypeAlias = WorkerUse  # noqa: Y015
+
+@_typing.final
+class CollectiveUse(_message.Message):
+    """Collectives of a kind between the devices of a mesh so far."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NUM_COLLECTIVES_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
+    MEASURED_S_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    num_collectives: _builtins.int
+    predicted_s: _builtins.float
+    measured_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        num_collectives: _builtins.int = ...,
+        predicted_s: _builtins.float = ...,
+        measured_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "measured_s", b"measured_s", "num_collectives", b"num_collectives", "predicted_s", b"predicted_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectiveUse: _TypeAlias = CollectiveUse  # noqa: Y015
 
 @_typing.final
 class Shortfall(_message.Message):

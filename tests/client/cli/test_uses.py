@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from client.cli.show import USE_COLUMNS, use_rows
-from skein.plan.clock.holding import WorkerUse
+from client.cli.show import COLLECTIVE_COLUMNS, USE_COLUMNS, collective_rows, use_rows
+from skein.plan.clock.holding import CollectiveUse, WorkerUse
 from skein.types import StageIndex, WorkerId
 from tests.coordinator.test_times import status
 
@@ -25,3 +25,11 @@ def test_a_worker_is_listed_as_planned_until_it_tells_what_it_held() -> None:
     start = ("w0", "0,3", "1.0 GiB", "7 (10.0 MiB)")
     assert planned == (*start, "-", "12 (20.0 MiB)", "25%", "-")
     assert told == (*start, "5 (10.0 MiB)", "12 (20.0 MiB)", "25%", "50%")
+
+
+def test_collectives_show_one_of_each_kind_planned_beside_measured() -> None:
+    tp = CollectiveUse(kind="tp", num_collectives=4, predicted_s=0.004, measured_s=0.005)
+    found = replace(status(version=12), uses=(USE, replace(USE, collectives=(tp,))))
+    (row,) = collective_rows(found)
+    assert row == (USE.worker, "tp", "4", "1 ms", "1.25 ms", "+25%")
+    assert len(row) == len(COLLECTIVE_COLUMNS)

@@ -17,6 +17,7 @@ from skein.model.sparse.experts import ExpertPlacement
 from skein.model.sparse.model import SparseModel
 from skein.model.sparse.routing import DropOrder, RouterKind, RoutingSpec
 from skein.plan.pieces.lanes import Pieces
+from skein.plan.pieces.told import LaneKind
 from tests.worker.mesh.test_stage import ROUNDING, assert_same_sums, counted, job_of, sums, zeroed
 from tests.worker.model.builders import NUM_TOKENS, assert_near, part, samples, whole
 from worker.mesh.mesh import Mesh
@@ -203,11 +204,26 @@ def test_pieces_are_chosen_by_what_devices_measure(four: Mesh, caplog: pytest.Lo
         for num_samples in (1, 8, 8):
             stage.onward(Crossing(torch.randn(num_samples, NUM_TOKENS, 32, dtype=torch.float64)), None)
     # Twelve tokens are too few for a line; ninety-six are measured for once.
-    (told,) = [x.getMessage() for x in caplog.records if x.name == "worker.mesh.pieces.piecing"]
+    (told,) = [x.getMessage() for x in caplog.records if "experts of" in x.getMessage()]
     assert re.match(
         r"stage=0 experts of 96 rows a device in \d+ pieces forward, \d+ backward: exchange ", told
     )
     assert told.count("(R2 ") == 3
+
+
+def test_times_of_sums_and_exchanges_are_told_beside_what_is_predicted(four: Mesh) -> None:
+    model = MODELS["top 2"]
+    stage = MeshStage(four, job_of(model, 2), zeroed(part(model, 1, 3)))
+    before = {kind: four.times.num[kind] for kind in LaneKind}
+    given = Crossing(torch.randn(8, NUM_TOKENS, 32, dtype=torch.float64)).followed(is_sample=False)
+    y = stage.onward(given, None).hidden
+    torch.autograd.backward(y, torch.ones_like(y))
+    # Of two blocks attention's sum and the experts' gathering each way; and a layer of experts each way.
+    assert {kind: four.times.num[kind] - before[kind] for kind in LaneKind} == {
+        LaneKind.TP: 8,
+        LaneKind.A2A: 4,
+    }
+    assert all(four.times.predicted_s[kind] > 0 and four.times.measured_s[kind] > 0 for kind in LaneKind)
 
 
 def test_weight_gradients_of_experts_wait_at_their_devices(four: Mesh) -> None:

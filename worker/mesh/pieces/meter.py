@@ -40,13 +40,14 @@ class Meter:
         yield
         self._experts_s += self._clock() - began_s
 
-    def take(self) -> Metered:
-        """All since it was taken last."""
+    def take(self, waited_s: float) -> Metered:
+        """All since it was taken last; the device has waited for so long for collectives meanwhile."""
         timed = self._is_timed
         taken = Metered(
             num_layers=self._num_layers if timed else 0,
             layers_s=self._layers_s if timed else 0.0,
             experts_s=self._experts_s if timed else 0.0,
+            waited_s=waited_s if timed else 0.0,
         )
         self._begin()
         return taken

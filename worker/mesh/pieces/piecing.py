@@ -7,13 +7,18 @@ Rules of this file
 
 import logging
 
+from skein.config.mesh.tensor import MeshForm
+from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.layers import AnyModel
 from skein.model.sparse.model import SparseModel
-from skein.plan.pieces.choice import Drift, ExpertLines, TimedRows, sizes_to_time, slowest
+from skein.plan.pieces.choice import Drift, ExpertLines, TimedRows, sizes_to_time, slowest, sums_to_time
 from skein.plan.pieces.lanes import Pieces
+from skein.plan.pieces.line import TimeLine, fitted_line
+from skein.plan.pieces.told import LaneKind
 from skein.types import StageSpec
-from worker.mesh.frames import Metered, TimeRowsAsk
+from worker.mesh.frames import DeviceAnswer, Metered, TimeRowsAsk, TimeSumsAsk
 from worker.mesh.mesh import Mesh
+from worker.mesh.traffic import Collective
 
 _log = logging.getLogger(__name__)
 
@@ -23,22 +28,25 @@ class Piecing:
 
     Args:
         mesh: the devices.
-        size: of them, those that share the stage.
+        form: in which they share the stage.
         model: whose experts they are.
         stage: the stage.
     """
 
-    def __init__(self, mesh: Mesh, size: int, model: AnyModel, stage: StageSpec) -> None:
+    def __init__(self, mesh: Mesh, form: MeshForm, model: AnyModel, stage: StageSpec) -> None:
         self._mesh = mesh
-        self._size = size
+        self._form = form
         self._stage = stage
         blocks = range(max(stage.first, model.inner_layers.start), min(stage.stop, model.inner_layers.stop))
         self._num_chosen = 0
-        if isinstance(model, SparseModel) and model.is_spread and size > 1 and blocks:
+        if isinstance(model, SparseModel) and model.is_spread and form.size > 1 and blocks:
             self._num_chosen = model.experts.num_chosen
         self._chosen: dict[int, Pieces] = {}
         self._lines: dict[int, ExpertLines] = {}
         self._drift = Drift()
+        self._sums: TimeLine | None = None
+        self._has_sums = False
+        self._num_features = decoder_shape(model).hidden_size if isinstance(model, DecoderModel) else 0
 
     def pieces(self, chunk: int, num_tokens: int) -> Pieces:
         """Numbers of pieces for a microbatch of so many tokens, measured for if there was none as large so far.
@@ -60,23 +68,70 @@ class Piecing:
         if lines is None or not metered.num_layers:
             return
         num_rows = self._num_rows(num_tokens)
+        exposed_s = lines.exposed_s(num_rows, self._chosen[num_tokens], is_forward=is_forward)
+        self._mesh.times.add(
+            LaneKind.A2A,
+            metered.num_layers,
+            predicted_s=exposed_s * metered.num_layers,
+            measured_s=metered.layers_s - metered.experts_s,
+        )
         layer_s = lines.end_s(num_rows, self._chosen[num_tokens], is_forward=is_forward)
         ratio = self._drift.observe(layer_s * metered.num_layers, metered.layers_s)
         if ratio is not None:
             _log.info("stage=%d experts take %.2f times as long as predicted", self._stage.index, ratio)
             del self._chosen[num_tokens], self._lines[num_tokens]
 
+    def time_sums(self, chunk: int, num_tokens: int) -> None:
+        """Measure sums of activations of so many tokens, once, where devices take any.
+
+        Raises:
+            MeshLostError: a device is lost.
+        """
+        if self._has_sums or self._form.size == 1 or self._form.is_grid:
+            return
+        self._has_sums = True
+        sizes = sums_to_time(num_tokens * self._num_features)
+        if not sizes:
+            return
+        answers = self._mesh.ask(self._form.size, TimeSumsAsk(chunk=chunk, num_elements=sizes))
+        slowest_s = [max(same) for same in zip(*(answer.sum_times for answer, _ in answers), strict=True)]
+        # Collectives of all kinds are counted by what comes to a device.
+        come = [2 * size * (self._form.size - 1) // self._form.size for size in sizes]
+        self._sums = fitted_line(come, slowest_s)
+        _log.info(
+            "stage=%d sums take %.0f us + %.3g us for a thousand elements that come (R2 %.3f)",
+            self._stage.index,
+            self._sums.alpha_s * 1e6,
+            self._sums.beta_s * 1e9,
+            self._sums.r_squared,
+        )
+
+    def observe_sums(self, answer: DeviceAnswer) -> None:
+        """Collectives of an op other than exchanges took so long."""
+        if self._sums is None or not answer.metered.waited_s:
+            return
+        num, come = (
+            sum(count for kind, count in counts.items() if kind is not Collective.EXCHANGE)
+            for counts in (answer.collectives, answer.elements)
+        )
+        self._mesh.times.add(
+            LaneKind.TP,
+            num,
+            predicted_s=num * self._sums.alpha_s + come * self._sums.beta_s,
+            measured_s=answer.metered.waited_s,
+        )
+
     def _num_rows(self, num_tokens: int) -> int:
         """Rows of one device, if experts are chosen evenly."""
-        return -(-num_tokens * self._num_chosen // self._size)
+        return -(-num_tokens * self._num_chosen // self._form.size)
 
     def _measure(self, chunk: int, num_tokens: int) -> None:
         num_rows = self._num_rows(num_tokens)
-        sizes = sizes_to_time(num_rows, self._size)
+        sizes = sizes_to_time(num_rows, self._form.size)
         self._chosen[num_tokens] = Pieces()
         if not sizes:
             return
-        answers = self._mesh.ask(self._size, TimeRowsAsk(chunk=chunk, num_rows=sizes))
+        answers = self._mesh.ask(self._form.size, TimeRowsAsk(chunk=chunk, num_rows=sizes))
         times = [[TimedRows(**x.model_dump()) for x in answer.row_times] for answer, _ in answers]
         lines = ExpertLines.of(slowest(times))
         self._lines[num_tokens], self._chosen[num_tokens] = lines, lines.pieces(num_rows)
