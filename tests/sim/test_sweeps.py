@@ -152,3 +152,20 @@ def test_a_resumption_that_is_recorded_in_part_only_goes_on_with_all_arrays(num_
     run_until(world, lambda world: history_of(world).state_of(SWEEP) is None if world.is_up else False)
     finish(world, about=f"{num_durable} durable")
     check(world)
+
+
+@pytest.mark.parametrize("wish", [PauseAsked, CancelAsked])
+@pytest.mark.parametrize("num_durable", [1, 2])
+def test_a_wish_that_is_recorded_in_part_only_loses_no_step(
+    wish: type[PauseAsked | CancelAsked], num_durable: int
+) -> None:
+    world = world_of()
+    run_events(world, 60)
+    run_until(world, lambda world: world.is_up and not world.is_appending)
+    world.tell(wish(job=SWEEP))
+    world.crash_coordinator(restarts_after_s=1.0, num_durable=num_durable)
+    state = JobState.HELD if wish is PauseAsked else JobState.CANCELLED
+    run_until(world, lambda world: world.is_up and history_of(world).state_of(SWEEP) is state)
+    begun = [job for job in history_of(world).jobs.values() if job.sweep and job.version]
+    assert begun
+    assert all(job.newest_checkpoint and job.newest_checkpoint.version == job.version for job in begun)

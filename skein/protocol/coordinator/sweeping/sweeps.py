@@ -240,7 +240,11 @@ class Sweeps:
             if array.halt is not None and array.halt.state is halt.state:
                 continue  # It is being saved.
             run = self._runs.get(array.job)
-            if is_end:
+            if run is None and array.members:
+                # It was begun by an earlier coordinator: its run, which is yet to begin here, saves what workers have.
+                halted = HaltAsked(job=array.job, state=halt.state, reason=halt.reason, wall_s=now)
+                self._out.record(halted)
+            elif is_end:
                 wish = CancelAsked(job=array.job, reason=halt.reason)
                 lifecycle.cancel_asked(array, run, wish, self._out, now=now)
             else:
