@@ -136,6 +136,7 @@ def test_a_stage_of_a_sparse_model_looks_at_how_many_tokens_are_valid() -> None:
         (training, {"valid": torch.tensor(-1)}, "'valid' is -1: give at most 8"),
         (evaluating, {"valid": torch.tensor(8)}, "give with it labels alone"),
         (training, {"valid": eight, "repeated": chosen + 1}, r"choices of experts: .*each at most 7"),
+        (training, {"valid": eight, "choices": chosen + 1}, r"choices of experts: .*each at most 7"),
         (
             training,
             {"valid": eight, "repeated": chosen.int()},

@@ -201,10 +201,11 @@ def _are_choices(told: WireTensor, form: Choices, num_layers: int, *, is_own: bo
     """Whether these are choices of so many layers, or of some of them where another stage made them."""
     if told.dtype is not (DType.UINT8 if form.is_narrow else DType.INT32) or told.shape[1:] != form.shape:
         return False
-    if not is_own:
-        return 1 <= told.shape[0] <= num_layers
+    # Others' are looked at too: who is handed them back would take whoever handed them on for their maker.
     values = to_torch(told)
-    return told.shape[0] == num_layers and bool(((values >= 0) & (values <= form.most)).all())
+    if not bool(((values >= 0) & (values <= form.most)).all()):
+        return False
+    return told.shape[0] == num_layers if is_own else 1 <= told.shape[0] <= num_layers
 
 
 def _check_gradient(
