@@ -5,9 +5,16 @@ from math import nan
 
 import pytest
 
+from skein.config.sweep.arrays import array_job
+from skein.config.sweep.rows import ArrayRow, ArraySpec, RowOrigin
 from skein.errors import UserError
 from skein.protocol.coordinator.lifecycle import beginning
-from skein.protocol.coordinator.runs.checkpoints.keeping import kept_with, newest_good, newest_sound
+from skein.protocol.coordinator.runs.checkpoints.keeping import (
+    begun_from,
+    kept_with,
+    newest_good,
+    newest_sound,
+)
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import (
     CheckpointChecked,
@@ -110,6 +117,18 @@ def test_what_another_job_begins_with_is_kept_until_that_has_a_checkpoint_of_its
     assert kept_with(job, Step(5), [beginning_with(1)]) == (1, 3, 5)
     assert kept_with(job, Step(5), [beginning_with(1, *made)]) == (1, 3, 5)
     assert kept_with(job, Step(5), [beginning_with(1, *made, own)]) == (3, 5)
+
+
+def test_what_rows_of_an_array_go_on_from_is_kept_and_not_deleted() -> None:
+    submitted = JobSubmitted(job=JOB, key="k", spec=small_job(keep=1).canonical_json(), wall_s=1.0)
+    job = job_of(submitted, *steps(3.0, 3.0, 3.0, 3.0, 3.0), saved(1, 1), saved(3, 1, 3))
+    trial = small_job(stages=1, replicas=1)
+    row = ArrayRow(trial=0, optimizer=trial.optimizer, seed=0, origin=RowOrigin(job=JOB, version=1, row=2))
+    array = array_job(trial, ArraySpec(rows=(row,), last_step=4, schedule_steps=4), round_steps=2)
+    other = JobSubmitted(job=JobId("other-2"), key="other", spec=array.canonical_json(), wall_s=1.0)
+    history = history_of(other)
+    assert kept_with(job, Step(5), history.jobs.values()) == (1, 3, 5)
+    assert begun_from(JOB, history.jobs.values()) == {1}
 
 
 def test_a_damaged_one_that_another_job_begins_with_stays_until_somebody_puts_it_back() -> None:
