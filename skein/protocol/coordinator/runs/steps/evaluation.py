@@ -67,4 +67,7 @@ class Evaluation(RunPart):
     def _available(self) -> int:
         spec = self._job.spec
         num_samples = min(spec.evaluation.samples, self.num_validation_samples)
-        return num_samples // spec.batch.microbatch_samples
+        size = spec.batch.microbatch_samples
+        # Microbatches of an array are whole batches of its trials, which are evaluated whatever these are; the last one
+        # is short.
+        return -(-num_samples // size) if spec.rows else num_samples // size
