@@ -155,6 +155,13 @@ def test_hyperband_refuses_trials_whose_budgets_are_other_steps() -> None:
     check_admissible(sweep(trials))
 
 
+def test_trials_that_nothing_is_measured_of_are_refused() -> None:
+    job = JOB.replace("{format: digits}]", "{format: digits}], validation_ratio: 0")
+    with pytest.raises(UserError, match=r"sweep.metric: 'evaluation_loss': no sample validates"):
+        check_admissible(sweep("{space: {seed: [1, 2]}, metric: evaluation_loss}", job=job))
+    check_admissible(sweep("space: {seed: [1, 2]}", job=job))
+
+
 def test_a_sweep_over_stages_is_refused() -> None:
     job = sweep("space: {seed: [1]}", job=JOB.replace("stages: 1", "stages: 2"))
     with pytest.raises(UserError, match=r"parallel.stages: 2: a trial trains on one worker"):

@@ -29,11 +29,18 @@ def check_sweep(job: JobSpec, check: Callable[[JobSpec], None]) -> None:
     for trial in trials_of(job):
         try:
             _check_one_worker(trial.job)
+            _check_is_measured(trial.job, job.sweep)
             check(trial.job)
         except UserError as error:
             raise named(error, trial.number, trial.settings) from error
     if job.sweep.fuse == "always":
         _check_fused(trials_of(job))
+
+
+def _check_is_measured(trial: JobSpec, sweep: SweepSpec) -> None:
+    if sweep.metric == "evaluation_loss" and not (trial.data.validation or trial.data.held_out_ratio):
+        hint = "no sample validates, so trials have none: give data.validation_ratio above 0, or loss"
+        raise UserError("sweep.metric", sweep.metric, hint)
 
 
 def _check_search(job: JobSpec, sweep: SweepSpec) -> None:
