@@ -72,7 +72,7 @@ _FIELDS = {
         "samples_after num_late_samples progress sequence since since_line line entry tensor seed num_tokens "
         "tokens num_train_samples num_validation_samples num_incidents num_files num_steps_lost num_steps "
         "num_choices Balance.num_dropped num_updates num_rewinds num_local_steps num_rows num_set_aside num_by_chance "
-        "passes next_version num_steps_wanted"
+        "passes next_version num_steps_wanted num_collectives"
     ),
     WORD: (
         "protocol_version num_rerouted num_retried num_samples_repeated num_dropped num_tensors "
@@ -87,7 +87,8 @@ _FIELDS = {
     BYTES: "num_bytes memory_bytes missing_bytes fixed_bytes slot_bytes offset shape used most",
     SECONDS: (
         "seconds forward_s backward_s loss_s weight_s latency_s running_s elapsed_s lease_s beat_s beat_age_s "
-        "measured_age_s link_s silent_s fenced_s step_s measured_step_s predicted_step_s lower_bound_s life_s"
+        "measured_age_s link_s silent_s fenced_s step_s measured_step_s predicted_step_s lower_bound_s life_s "
+        "predicted_s measured_s"
     ),
     WALL: "wall_s submitted_wall_s opened_s origin_s waiting_since_wall_s since_s ends_s revoked_s",
     SPEED: "flops_per_s",
