@@ -12,7 +12,7 @@ from skein.plan.changing.leeway import settled
 from skein.plan.changing.redundancy import Shortfall, shortfalls
 from skein.plan.changing.silent import busy_workers
 from skein.plan.clock.holding import CollectiveUse, WorkerUse, planned_uses
-from skein.plan.pieces.told import LaneKind
+from skein.plan.pieces.collectives import LaneKind
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.runs.watching.measuring import Measured

@@ -12,7 +12,7 @@ from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.plan.changing.traffic import TrafficKind, traffic_of
 from skein.plan.cut import cut_job
 from skein.plan.ops import Direction
-from skein.plan.pieces.told import CollectiveTimes, LaneKind
+from skein.plan.pieces.collectives import CollectiveTimes, LaneKind
 from skein.protocol.messages.tensors import HopTensor, Phase, Refusal
 from skein.types import JobId, MicrobatchId, Step, WorkerId
 from tests.support.hands import envelope

@@ -77,8 +77,8 @@ class VisitAsk(Spec):
     """Go through the stage, to its loss if `scores`, with the boundary that comes along.
 
     What the way back needs is kept under `ticket`; None: nothing is. `follows`: the input gets a gradient. `num_valid`:
-    tokens of the microbatch that have a label, for experts; None: outside of training. `pieces`: in how many rows go to
-    experts, and their gradients on the way back.
+    tokens of the microbatch that have a label, for experts; None: outside of training. `pieces`: numbers of those in
+    which rows go to experts, and their gradients on the way back.
     """
 
     kind: Literal["visit"] = "visit"

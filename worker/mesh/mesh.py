@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from skein.config.mesh.tensor import MeshForm
+from skein.plan.pieces.collectives import CollectiveTimes
 from skein.plan.pieces.lanes import Pieces
-from skein.plan.pieces.told import CollectiveTimes
 from skein.topology.fleet import Profile
 from worker.mesh.frames import (
     AddUpAsk,
@@ -78,7 +78,7 @@ class Mesh:
         self.times = CollectiveTimes()
         """Seconds of collectives so far, predicted and measured."""
         self.pieces: Pieces | None = None
-        """In how many tokens go to experts on other devices; None: chosen by measured times."""
+        """Pieces in which tokens go to experts on other devices; None: chosen by measured times."""
         self._least_patience_s = least_patience_s
         self._clock = clock
         self._formed = MeshForm(size=1)

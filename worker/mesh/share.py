@@ -60,7 +60,7 @@ class Share:
         self.meter = Meter()
         """Time that layers of experts take; whoever tells of it puts their own here."""
         self.pieces = Pieces()
-        """In how many tokens go to experts on other devices; whoever asks for a visit says so first."""
+        """Pieces in which tokens go to experts on other devices; whoever asks for a visit says so first."""
 
     @property
     def size(self) -> int:

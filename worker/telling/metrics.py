@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from skein.plan.changing.traffic import TrafficKind
 from skein.plan.ops import OpKind
-from skein.plan.pieces.told import CollectiveTimes, LaneKind
+from skein.plan.pieces.collectives import CollectiveTimes, LaneKind
 from skein.protocol.messages.reports import Count
 from skein.protocol.worker.pipeline import Occupancy
 from skein.types import WorkerId

@@ -93,8 +93,7 @@ class _Ends:
 
     @property
     def num_blocks(self) -> int:
-        inner = self.model.inner_layers
-        return len(range(max(self.stage.first, inner.start), min(self.stage.stop, inner.stop)))
+        return self.model.num_blocks_in(self.stage)
 
     @property
     def has_head(self) -> bool:

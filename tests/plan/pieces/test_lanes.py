@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skein.plan.pieces.closed import closed_end_s, closed_pieces
 from skein.plan.pieces.lanes import MOST_PIECES, LayerWork, Work, best_pieces, end_s
 from skein.plan.pieces.line import TimeLine
+from tests.plan.pieces.closed_forms import closed_end_s, closed_pieces
 
 _seconds = st.floats(0, 1e-2)
 _works = st.builds(Work, each_s=_seconds, all_s=_seconds)

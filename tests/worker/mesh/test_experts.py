@@ -16,8 +16,8 @@ from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
 from skein.model.sparse.experts import ExpertPlacement
 from skein.model.sparse.model import SparseModel
 from skein.model.sparse.routing import DropOrder, RouterKind, RoutingSpec
+from skein.plan.pieces.collectives import LaneKind
 from skein.plan.pieces.lanes import Pieces
-from skein.plan.pieces.told import LaneKind
 from tests.worker.mesh.test_stage import ROUNDING, assert_same_sums, counted, job_of, sums, zeroed
 from tests.worker.model.builders import NUM_TOKENS, assert_near, part, samples, whole
 from worker.mesh.mesh import Mesh
@@ -80,13 +80,6 @@ MODELS: dict[str, SparseModel] = {
         if not kind.row.mixes_tokens and kind is not RouterKind.SOFTMAX_TOPK
     },
 }
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Mesh]:
-    mesh = Mesh(["cpu"] * 4)
-    yield mesh
-    mesh.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """Stages in blocks over two times two devices, in real processes over gloo, against the same stages on one device."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -17,13 +15,6 @@ from worker.model.pending import add_up
 # Sums of the same float64 numbers in another order, through two blocks and a loss.
 ROUNDING = 1e-12
 FAMILIES = ["no_groups", "tied", "wide_heads", "qwen2", "qwen3", "mistral"]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Mesh]:
-    mesh = Mesh(["cpu"] * 4)
-    yield mesh
-    mesh.close()
 
 
 @pytest.mark.parametrize("num_samples", [4, 3])

@@ -1,7 +1,7 @@
 """Stages on the devices of a mesh, in real processes over gloo, against the same stages on one device."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
 
@@ -29,13 +29,6 @@ from worker.model.pending import add_up
 # Sums of the same float64 numbers in another order, through two blocks and a loss.
 ROUNDING = 1e-12
 FAMILIES = ["no_groups", "tied", "qwen2", "qwen3", "mistral", "mixtral", "digits"]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Mesh]:
-    mesh = Mesh(["cpu"] * 4)
-    yield mesh
-    mesh.close()
 
 
 def job_of(

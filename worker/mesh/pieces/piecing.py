@@ -12,9 +12,9 @@ from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.layers import AnyModel
 from skein.model.sparse.model import SparseModel
 from skein.plan.pieces.choice import Drift, ExpertLines, TimedRows, sizes_to_time, slowest, sums_to_time
+from skein.plan.pieces.collectives import LaneKind
 from skein.plan.pieces.lanes import Pieces
 from skein.plan.pieces.line import TimeLine, fitted_line
-from skein.plan.pieces.told import LaneKind
 from skein.types import StageSpec
 from worker.mesh.frames import DeviceAnswer, Metered, TimeRowsAsk, TimeSumsAsk
 from worker.mesh.mesh import Mesh
@@ -37,9 +37,13 @@ class Piecing:
         self._mesh = mesh
         self._form = form
         self._stage = stage
-        blocks = range(max(stage.first, model.inner_layers.start), min(stage.stop, model.inner_layers.stop))
         self._num_chosen = 0
-        if isinstance(model, SparseModel) and model.is_spread and form.size > 1 and blocks:
+        if (
+            isinstance(model, SparseModel)
+            and model.is_spread
+            and form.size > 1
+            and model.num_blocks_in(stage)
+        ):
             self._num_chosen = model.experts.num_chosen
         self._chosen: dict[int, Pieces] = {}
         self._lines: dict[int, ExpertLines] = {}

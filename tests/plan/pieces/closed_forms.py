@@ -1,4 +1,4 @@
-"""Closed forms for the end of a layer of experts in pieces: a second opinion on what `lanes` walks through.
+"""Closed forms for the end of a layer of experts in pieces: a second opinion on `skein.plan.pieces.lanes`.
 
 Source: Pan et al., FSMoE, 2025, Section 4.2, cases 1 to 4, of which the one that takes longest rules.
 """
