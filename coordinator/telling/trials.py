@@ -44,7 +44,7 @@ def sweep_status(view: CoordinatorView, journal: Journal, status: JobStatus) -> 
 
 def _trial(view: CoordinatorView, stand: TrialStand, ended: str, *, is_best: bool) -> TrialStatus:
     state, reason = _state(view, stand, ended)
-    common = TrialStatus(
+    status = TrialStatus(
         trial=stand.trial.number,
         settings=json.dumps(stand.trial.settings),
         state=state,
@@ -55,7 +55,7 @@ def _trial(view: CoordinatorView, stand: TrialStand, ended: str, *, is_best: boo
         evaluation_loss=stand.evaluation_loss,
         is_best=is_best,
     )
-    return common if stand.array is None else _in_array(view, stand, stand.array, common)
+    return status if stand.array is None else _in_array(view, stand, stand.array, status)
 
 
 def _in_array(

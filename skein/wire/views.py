@@ -219,10 +219,12 @@ class JobStatus:
     balance_loss: float | None = None
     """Mean over sparse layers in the newest step: 1 where experts are used evenly; None: there are none."""
     drop_ratio: float | None = None
-    busiest_expert: float | None = None
-    """Choices of the busiest expert of any layer in the newest step, over what it would have if all had as many."""
-    idlest_expert: float | None = None
     """Share of the newest step's choices of experts that found theirs full; None: there are no sparse layers."""
+    busiest_expert: float | None = None
+    """Choices of the busiest expert of any layer in the newest step, over what it would have if all had as many; None:
+    nobody has told."""
+    idlest_expert: float | None = None
+    """The same of the idlest one."""
     trials: tuple[TrialStatus, ...] = ()
     """Trials of a sweep, by number; empty in a list of jobs."""
     choice: ChoiceStatus | None = None

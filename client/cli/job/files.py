@@ -135,7 +135,8 @@ def export(
 
 
 def _trial(text: str | None) -> int | Literal["best"] | None:
-    """
+    """Trial that the option names.
+
     >>> _trial("3"), _trial("best"), _trial(None)
     (3, 'best', None)
     """

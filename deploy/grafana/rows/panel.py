@@ -45,18 +45,22 @@ class Board:
 
 
 def query(expr: str, legend: str = "") -> Query:
+    """A query, in fewer words."""
     return Query(expr=expr, legend=legend)
 
 
 def rate(counter: str, by: str) -> str:
+    """Per second, between two scrapes."""
     return f"sum by ({by}) (rate({counter}[$__rate_interval]))"
 
 
 def mean(histogram: str, by: str) -> str:
+    """Mean of what was observed between two scrapes."""
     return f"{rate(f'{histogram}_sum', by)} / {rate(f'{histogram}_count', by)}"
 
 
 def quantile(share: float, histogram: str, by: str) -> str:
+    """What so large a share of what was observed between two scrapes is below; `by` has `le` in it."""
     return f"histogram_quantile({share}, {rate(f'{histogram}_bucket', by)})"
 
 

@@ -89,6 +89,7 @@ class SweepSpec(Spec):
     """Measure that trials are compared by: the mean loss of their newest round of steps (of a trial alone, its newest
     step), or that of their newest evaluation, which says more."""
     goal: Literal["min", "max"] = "min"
+    """Whether the least or the greatest measure is the best."""
     eta: Annotated[int, Field(ge=2, le=16)] = 3
     """Times fewer trials that each rung of `hyperband` has; steps grow by as much."""
     least_steps: Annotated[int, Field(ge=1)] | None = None

@@ -105,6 +105,15 @@ _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Whole matrices over a vocabulary. Blocks of rows, which are layers, are not cut once more."""
 _IN_BLOCK = re.compile(r"model\.layers\.\d+\.(.+)")
 _EXPERT = re.compile(r"model\.layers\.\d+\.\w+\.experts\.(\d+)\..+")
+_NORMS = re.compile(r"model\.(layers\.\d+\.\w+_layernorm|norm)\.weight")
+"""Norms of what goes on from one half of a block to the next."""
+_BLOCKS = {
+    r".*_proj\.weight": BlockCut.MATRIX,
+    r".*(_proj\.bias|layernorm\.weight)": BlockCut.FEATURES,
+    r".*self_attn\.[qk]_norm\.weight": BlockCut.WHOLE,
+    r"model\.norm\.weight": BlockCut.FEATURES,
+    r"model\.embed_tokens\.weight|lm_head\.weight": BlockCut.LOOKUP,
+}
 
 
 def portion_of(num: int, index: int, size: int) -> range:
@@ -120,19 +129,6 @@ def is_held(name: str, index: int, size: int, num_experts: int) -> bool:
     """
     found = _EXPERT.fullmatch(name)
     return found is None or size == 1 or int(found[1]) in portion_of(num_experts, index, size)
-
-
-_NORMS = re.compile(r"model\.(layers\.\d+\.\w+_layernorm|norm)\.weight")
-"""Norms of what goes on from one half of a block to the next."""
-
-
-_BLOCKS = {
-    r".*_proj\.weight": BlockCut.MATRIX,
-    r".*(_proj\.bias|layernorm\.weight)": BlockCut.FEATURES,
-    r".*self_attn\.[qk]_norm\.weight": BlockCut.WHOLE,
-    r"model\.norm\.weight": BlockCut.FEATURES,
-    r"model\.embed_tokens\.weight|lm_head\.weight": BlockCut.LOOKUP,
-}
 
 
 def cut_of(name: str, form: MeshForm) -> AnyCut:
