@@ -14,7 +14,13 @@ from skein.config.job import ArrayJob
 from skein.config.sweep.trials import trials_of
 from skein.plan.sweeping.hyperband import Advance, Goal, Hyperband
 from skein.plan.sweeping.packing import brackets_of_sweep
-from skein.protocol.coordinator.sweeping.standing import TrialStand, best_trial, measure_of, stands_of
+from skein.protocol.coordinator.sweeping.standing import (
+    TrialStand,
+    asked_of,
+    best_trial,
+    measure_of,
+    stands_of,
+)
 from skein.protocol.log.history import History, JobHistory
 from skein.types import JobState
 
@@ -43,13 +49,12 @@ def course_of(sweep: JobHistory, history: History) -> SweepCourse:
 
 
 def _compared(sweep: JobHistory, history: History, stands: tuple[TrialStand, ...]) -> SweepCourse:
-    assert sweep.spec.sweep is not None, "asked by the caller"
     results = list(_results(sweep, history))
     due: list[Advance] = []
     ended: dict[int, str] = {}
     first = 0
     for rungs in brackets_of_sweep(sweep.spec):
-        bracket = Hyperband(rungs, first_trial=first, goal=Goal(sweep.spec.sweep.goal))
+        bracket = Hyperband(rungs, first_trial=first, goal=Goal(asked_of(sweep).goal))
         own = range(first, first := first + rungs[0].num_trials)
         _carry_out(bracket, [(made, value) for made, value in results if made.trial in own], ended)
         due += bracket.due

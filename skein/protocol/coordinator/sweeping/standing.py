@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from skein.config.job import ArrayJob
+from skein.config.sweep.spec import SweepSpec
 from skein.config.sweep.trials import SweepTrial, trials_of
 from skein.plan.sweeping.hyperband import Goal, best_of
 from skein.protocol.log.history import History, JobHistory
@@ -105,17 +106,21 @@ def stands_of(sweep: JobHistory, history: History) -> tuple[TrialStand, ...]:
     return tuple(newest.get(trial.number) or TrialStand(trial=trial, array=None) for trial in trials)
 
 
+def asked_of(sweep: JobHistory) -> SweepSpec:
+    """Trials that the job of a sweep asks for, and how they are compared."""
+    assert sweep.spec.sweep is not None, f"{sweep.job} is no sweep"
+    return sweep.spec.sweep
+
+
 def measure_of(stand: TrialStand, sweep: JobHistory) -> float:
     """Measure that a trial is compared by; not finite: nothing yet, or it has failed."""
-    assert sweep.spec.sweep is not None, "only trials of a sweep are compared"
-    measured = stand.loss if sweep.spec.sweep.metric == "loss" else stand.evaluation_loss
+    measured = stand.loss if asked_of(sweep).metric == "loss" else stand.evaluation_loss
     return float("nan") if measured is None or stand.failure else measured
 
 
 def best_trial(stands: tuple[TrialStand, ...], sweep: JobHistory) -> TrialStand | None:
     """The best trial of those that are trained to their end, else of all; None before there is a finite value."""
-    assert sweep.spec.sweep is not None, "only trials of a sweep are compared"
     done = [stand for stand in stands if stand.is_done] or stands
     values = {x.trial.number: found for x in done if isfinite(found := measure_of(x, sweep))}
-    best = best_of(values, 1, Goal(sweep.spec.sweep.goal))
+    best = best_of(values, 1, Goal(asked_of(sweep).goal))
     return stands[best[0]] if best else None

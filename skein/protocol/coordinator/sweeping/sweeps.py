@@ -22,7 +22,7 @@ from skein.protocol.coordinator.coordinator_io import CancelAsked, Outbox, Pause
 from skein.protocol.coordinator.quotas import QuotaUses
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.coordinator.sweeping.deciding import SweepCourse, course_of, progress_words
-from skein.protocol.coordinator.sweeping.standing import TrialStand
+from skein.protocol.coordinator.sweeping.standing import TrialStand, asked_of
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
 from skein.protocol.membership.membership import Entry
@@ -106,9 +106,8 @@ class Sweeps:
     def _packed(
         self, sweep: JobHistory, stands: Sequence[TrialStand], *, num_workers: int
     ) -> tuple[tuple[SweepTrial, ...], ...]:
-        assert sweep.spec.sweep is not None, "asked by the caller"
         trials = [stand.trial for stand in stands]
-        return packed(trials, most_rows=sweep.spec.sweep.most_rows, num_workers=num_workers)
+        return packed(trials, most_rows=asked_of(sweep).most_rows, num_workers=num_workers)
 
     def _active(self, sweep: JobHistory) -> list[JobHistory]:
         """Arrays that have not come to rest."""
@@ -119,11 +118,9 @@ class Sweeps:
         self, sweep: JobHistory, stands: Sequence[TrialStand], first_step: int, last_step: int, *, now: float
     ) -> None:
         """Begin an array of these trials, or of the first of them if no worker has memory for all."""
-        asked = sweep.spec.sweep
-        assert asked is not None, "asked by the caller"
         while True:
             spec = self._array(sweep, stands, first_step, last_step)
-            if len(stands) == 1 or asked.per_array is not None or self._fits(spec):
+            if len(stands) == 1 or asked_of(sweep).per_array is not None or self._fits(spec):
                 break
             stands = stands[: ceil(len(stands) / 2)]
         job = JobId(f"{sweep.job}-a{len(sweep.arrays) + 1}")
@@ -144,8 +141,7 @@ class Sweeps:
         self, sweep: JobHistory, stands: Sequence[TrialStand], first_step: int, last_step: int
     ) -> JobSpec:
         """The job that an array is; of a trial that nothing is compared with on the way, its own."""
-        asked, trial = sweep.spec.sweep, stands[0].trial.job
-        assert asked is not None, "asked by the caller"
+        asked, trial = asked_of(sweep), stands[0].trial.job
         if asked.search != "hyperband" and len(stands) == 1 and not first_step:
             return _alone(trial)
         array = ArraySpec(
