@@ -6,10 +6,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.telling.metrics import MAX_JOBS, CoordinatorMetrics
 from skein.protocol.log.records import JobSubmitted, Record, StepCommitted
-from skein.protocol.messages.array_rounds import REASONS, ArrayRound, PassKind, RowNumbers
+from skein.protocol.messages.array_rounds import REASONS, ArrayRound, PassKind
 from skein.sim.shapes import shape_of
 from skein.types import JobId
 from tests.support.hands import record
+from tests.support.reports import row_numbers
 
 JOB = JobId("sweep-1-a1")
 
@@ -20,18 +21,7 @@ def submitted(job: JobId = JOB) -> JobSubmitted:
 
 
 def committed(step: int, *retired: str, pass_kind: PassKind = PassKind.FUSED) -> StepCommitted:
-    rows = tuple(
-        RowNumbers(
-            loss=1.0,
-            num_tokens=1,
-            gradient_norm=1.0,
-            clip=1.0,
-            learning_rate=0.1,
-            num_updates=step,
-            retired=reason,
-        )
-        for reason in retired
-    )
+    rows = tuple(row_numbers(step, retired=reason) for reason in retired)
     array = ArrayRound(rows=rows, num_local_steps=16, pass_kind=pass_kind, speedup=2.5)
     return StepCommitted(job=JOB, record=replace(record(step), array=array), wall_s=2.0 + step)
 

@@ -1,4 +1,4 @@
-"""Gauges of sweeps, by a simulated world whose rows diverge and whose trials end early."""
+"""Gauges of sweeps, by a simulated world one of whose rows diverges."""
 
 from prometheus_client import CollectorRegistry
 
@@ -11,7 +11,7 @@ from tests.support.jobs import small_job
 from tests.support.worlds import fleet_of, of_kind, run_until
 
 
-def test_rows_trials_and_reasons_are_told_while_arrays_work() -> None:
+def test_trials_are_counted_by_what_became_of_them_while_arrays_work() -> None:
     alone = small_job(stages=1, replicas=1, microbatches=2, steps=40)
     # The simulator has rows of seed 2 diverge in their third round.
     space = {"seed": ValuesSpec(values=(0, 1, 2, 3))}

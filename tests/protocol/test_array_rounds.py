@@ -13,21 +13,13 @@ from skein.protocol.rounds.weighing import weigh_array
 from skein.types import Epoch, Generation, Step, WorkerId
 from tests.support.hands import record as step_record
 from tests.support.plans import grid_plan
-from tests.support.reports import ledger, stage_done, vote
+from tests.support.reports import ledger, row_numbers, stage_done, vote
 
 
 def row(
     loss: float, num_tokens: int, *, num_updates: int, norm: float = 1.0, retired: str = ""
 ) -> RowNumbers:
-    return RowNumbers(
-        loss=loss,
-        num_tokens=num_tokens,
-        gradient_norm=norm,
-        clip=1.0,
-        learning_rate=0.1,
-        num_updates=num_updates,
-        retired=retired,
-    )
+    return row_numbers(num_updates, loss=loss, num_tokens=num_tokens, norm=norm, retired=retired)
 
 
 def array_round(*rows: RowNumbers, num_local_steps: int = 1) -> ArrayRound:
@@ -87,7 +79,7 @@ def test_a_round_of_an_array_is_decided_by_one_vote_with_its_rows_numbers() -> N
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_round_whose_rows_are_all_retired_is_applied_still(num_rows: int) -> None:
+def test_a_round_whose_rows_are_all_retired_has_none_alive_and_no_loss(num_rows: int) -> None:
     told = array_round(*[row(1.0, 4, num_updates=1, retired="loss not finite")] * num_rows)
     assert (told.num_alive, told.loss) == (0, 0.0)
 

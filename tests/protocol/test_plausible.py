@@ -9,12 +9,12 @@ from skein.config.sweep.rows import ArrayRow, ArraySpec
 from skein.numeric.sketch import SKETCH_LENGTH
 from skein.protocol.coordinator.coordinator import MAX_REFUSED
 from skein.protocol.coordinator.runs.workers.plausible import implausible, most_tokens
-from skein.protocol.messages.array_rounds import ArrayRound, PassKind, RowNumbers, RowScore
+from skein.protocol.messages.array_rounds import ArrayRound, PassKind, RowScore
 from skein.protocol.messages.directives import Refused
 from skein.protocol.messages.reports import EvaluationDone, LinksMeasured, Report, SketchTaken, StageDone
 from skein.topology.fleet import Link
 from skein.types import Generation, MicrobatchId, Own, StageIndex, Step, WorkerId
-from tests.support.reports import ledger, stage_done, vote
+from tests.support.reports import ledger, row_numbers, stage_done, vote
 from tests.support.runs import PLAN, SPEC, stepping
 
 ME, OTHER = WorkerId("w1a"), WorkerId("w0a")
@@ -78,14 +78,7 @@ def test_what_may_be_is_left_to_whom_it_concerns(report: Report) -> None:
 
 
 def rounded(*, num_updates: int, num_tokens: int) -> StageDone:
-    row = RowNumbers(
-        loss=1.0,
-        num_tokens=num_tokens,
-        gradient_norm=1.0,
-        clip=1.0,
-        learning_rate=0.1,
-        num_updates=num_updates,
-    )
+    row = row_numbers(num_updates, num_tokens=num_tokens)
     array = ArrayRound(rows=(row, row), num_local_steps=1, pass_kind=PassKind.LOOPED, speedup=1.0)
     return replace(stage_done(ledger(1, ME, 0, 1), tokens=(3, 3)), array=array)
 

@@ -1,6 +1,7 @@
 """Course of a sweep under Hyperband, as its records have it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from skein.config.sweep.arrays import array_job
 from skein.config.sweep.rows import ArrayRow, ArraySpec
@@ -10,10 +11,11 @@ from skein.plan.sweeping.hyperband import Advance
 from skein.protocol.coordinator.sweeping.deciding import course_of
 from skein.protocol.log.history import History
 from skein.protocol.log.records import JobEnded, JobResumed, JobSubmitted, StepCommitted
-from skein.protocol.messages.array_rounds import ArrayRound, PassKind, RowNumbers
-from skein.protocol.messages.directives import Decision, StepRecord
-from skein.types import JobId, JobState, Step
+from skein.protocol.messages.array_rounds import ArrayRound, PassKind
+from skein.types import JobId, JobState
+from tests.support.hands import record as step_record
 from tests.support.jobs import small_job
+from tests.support.reports import row_numbers
 
 SWEEP = JobId("small-1")
 RATES = {"optimizer.learning_rate": ValuesSpec(log_uniform=(0.001, 0.1))}
@@ -43,27 +45,9 @@ def begin(history: History, trials: tuple[int, ...], last_step: int) -> JobId:
 
 def end(history: History, job: JobId, losses: Mapping[int, float], num_steps: int) -> None:
     """The array comes to its end in one round, with these losses by trial."""
-    rows = tuple(
-        RowNumbers(
-            loss=loss, num_tokens=1, gradient_norm=1.0, clip=1.0, learning_rate=0.1, num_updates=num_steps
-        )
-        for loss in losses.values()
-    )
-    record = StepRecord(
-        step=Step(0),
-        decision=Decision.APPLY,
-        reason="",
-        results=(),
-        loss=1.0,
-        num_tokens=1,
-        weight=1.0,
-        gradient_norm=1.0,
-        clip=1.0,
-        learning_rate=0.1,
-        samples_after=1,
-        array=ArrayRound(rows=rows, num_local_steps=num_steps, pass_kind=PassKind.LOOPED, speedup=1.0),
-    )
-    history.apply(StepCommitted(job=job, record=record, wall_s=1.0))
+    rows = tuple(row_numbers(num_steps, loss=loss) for loss in losses.values())
+    array = ArrayRound(rows=rows, num_local_steps=num_steps, pass_kind=PassKind.LOOPED, speedup=1.0)
+    history.apply(StepCommitted(job=job, record=replace(step_record(), array=array), wall_s=1.0))
     history.apply(JobEnded(job=job, state=JobState.FINISHED, reason="done", wall_s=1.0))
 
 

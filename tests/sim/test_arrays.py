@@ -15,6 +15,7 @@ from skein.sim.scenario import curve_of, disturbed, judge, make_world, run_to_en
 from skein.sim.shapes import ARRAYS, SimShape, shape_of
 from skein.sim.world import World
 from skein.types import JobState, WorkerId
+from tests.support.reports import row_numbers
 
 NUM_FAULTS = 8
 
@@ -62,33 +63,20 @@ def test_a_round_that_is_counted_twice_is_found() -> None:
         run_to_end(world, limit_s=900.0)
 
 
-def row(num_updates: int, *, num_rewinds: int = 0, retired: str = "") -> RowNumbers:
-    return RowNumbers(
-        loss=1.0,
-        num_tokens=1,
-        gradient_norm=1.0,
-        clip=1.0,
-        learning_rate=0.1,
-        num_updates=num_updates,
-        num_rewinds=num_rewinds,
-        retired=retired,
-    )
-
-
 @pytest.mark.parametrize(
     ("before", "after", "fault"),
     [
-        (None, row(16), ""),
-        (row(4), row(20), ""),
-        (row(112), row(127), ""),
-        (row(4), row(4, retired="loss"), ""),
-        (row(4), row(6, num_rewinds=1), ""),
-        (row(4), row(7), "3 steps in a round of 16"),
-        (row(4), row(36), "32 steps in a round of 16"),
-        (row(4), row(29, num_rewinds=1), "at most 16"),
-        (row(4, retired="loss"), row(8, retired="loss"), "was retired"),
-        (row(4, retired="loss"), row(4), "was retired"),
-        (row(4), row(6, retired="loss"), "not where its round began"),
+        (None, row_numbers(16), ""),
+        (row_numbers(4), row_numbers(20), ""),
+        (row_numbers(112), row_numbers(127), ""),
+        (row_numbers(4), row_numbers(4, retired="loss"), ""),
+        (row_numbers(4), row_numbers(6, num_rewinds=1), ""),
+        (row_numbers(4), row_numbers(7), "3 steps in a round of 16"),
+        (row_numbers(4), row_numbers(36), "32 steps in a round of 16"),
+        (row_numbers(4), row_numbers(29, num_rewinds=1), "at most 16"),
+        (row_numbers(4, retired="loss"), row_numbers(8, retired="loss"), "was retired"),
+        (row_numbers(4, retired="loss"), row_numbers(4), "was retired"),
+        (row_numbers(4), row_numbers(6, retired="loss"), "not where its round began"),
     ],
 )
 def test_rounds_are_judged_by_what_rows_have_come_to(

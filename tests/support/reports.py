@@ -1,6 +1,7 @@
 """What workers say, in a line each."""
 
 from skein import PROTOCOL_VERSION
+from skein.protocol.messages.array_rounds import RowNumbers
 from skein.protocol.messages.directives import Ledger
 from skein.protocol.messages.reports import Hello, StageDone, Vote
 from skein.topology.fleet import Profile
@@ -65,6 +66,28 @@ def stage_done(
         ledger=accumulated,
         loss_sum=loss_sum,
         tokens=tokens,
+    )
+
+
+def row_numbers(
+    num_updates: int,
+    *,
+    loss: float = 1.0,
+    num_tokens: int = 1,
+    norm: float = 1.0,
+    num_rewinds: int = 0,
+    retired: str = "",
+) -> RowNumbers:
+    """Numbers of a row of an array after so many updates."""
+    return RowNumbers(
+        loss=loss,
+        num_tokens=num_tokens,
+        gradient_norm=norm,
+        clip=1.0,
+        learning_rate=0.1,
+        num_updates=num_updates,
+        num_rewinds=num_rewinds,
+        retired=retired,
     )
 
 
