@@ -7,16 +7,15 @@ the vocabulary each device looks up its own rows, which are summed, and scores i
 Source: Shoeybi et al., Megatron-LM, 2019, Section 3, its functions f and g.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
 
 from skein.plan.pieces.lanes import Pieces
 from worker.mesh.forms.cuts import portion_of
+from worker.mesh.passing import as_it_is, passed
 from worker.mesh.pieces.meter import Meter
 from worker.model.base import linears
 from worker.model.ops import embedding, rms_norm
@@ -87,15 +86,19 @@ class Share:
             return x[None]
         placed = x.new_zeros((self._group.size, *x.shape))
         placed[self._group.index] = x
-        return _leave(placed, self)
+        return self._summed(placed)
 
     def enter(self, x: Tensor) -> Tensor:
         """`x`, which all devices have; its gradient is the sum of theirs."""
-        return x if self._group is None else _enter(x, self)
+        return x if self._group is None else passed(x, as_it_is, lambda grad: self.sum(grad).to(grad.dtype))
 
     def leave(self, y: Tensor) -> Tensor:
         """The sum of what all devices give; each has the gradient of it."""
-        return y if self._group is None else _leave(y, self)
+        return y if self._group is None else self._summed(y)
+
+    def _summed(self, y: Tensor) -> Tensor:
+        dtype = y.dtype
+        return passed(y, self.sum, lambda grad: grad.to(dtype))
 
     def rows_of_all(self, own: Tensor) -> Tensor:
         """Rows of all devices one after the other, as they are; each gives equally many."""
@@ -149,39 +152,3 @@ class Share:
 
 WHOLE = Share()
 """Share of a device that computes alone."""
-
-
-class _Context(FunctionCtx):
-    share: Share
-    dtype: torch.dtype
-
-
-class _Enter(Function):
-    """Keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, share: Share) -> Tensor:
-        ctx.share = share
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.share.sum(grad).to(grad.dtype), None
-
-
-class _Leave(Function):
-    """Keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: _Context, y: Tensor, share: Share) -> Tensor:
-        ctx.dtype = y.dtype
-        return share.sum(y)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype), None
-
-
-# torch leaves `apply` without types.
-_enter: Callable[[Tensor, Share], Tensor] = _Enter.apply
-_leave: Callable[[Tensor, Share], Tensor] = _Leave.apply

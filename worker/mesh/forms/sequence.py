@@ -11,13 +11,10 @@ B batch, T tokens, D features, N devices, P tokens of a part.
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, Section 4.2.2.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
 
+from worker.mesh.passing import passed
 from worker.mesh.share import Share, SumGroup
 
 
@@ -34,19 +31,20 @@ class SequenceShare(Share):
 
     def enter(self, x: Tensor) -> Tensor:
         """All tokens, of which each device has `x`; its gradient is its part of the sum of theirs."""
-        return _enter(x, self)
+        return passed(x, self.gather, lambda grad: self.scatter(grad).to(grad.dtype))
 
     def leave(self, y: Tensor) -> Tensor:
         """Part of the sum of what all devices give, each for all tokens."""
-        return _leave(y, self)
+        dtype = y.dtype
+        return passed(y, self.scatter, lambda grad: self.gather(grad.to(dtype)))
 
     def parts(self, x: Tensor) -> Tensor:
         """Part of `x`, which all devices have equal, and whose gradient they all want."""
-        return _parts(x, self)
+        return passed(x, self.own, self.gather)
 
     def joined(self, x: Tensor) -> Tensor:
         """All tokens, whose gradient all devices have equal."""
-        return _joined(x, self)
+        return passed(x, self.gather, self.own)
 
     def gather(self, part_BPD: Tensor) -> Tensor:
         """Tokens of all devices, in a new tensor."""
@@ -66,67 +64,3 @@ class SequenceShare(Share):
     def own(self, whole_BTD: Tensor) -> Tensor:
         """This device's part of a tensor, in a new one."""
         return self._by_part(whole_BTD)[:, self._members.index].clone()
-
-
-class _Context(FunctionCtx):
-    share: SequenceShare
-    dtype: torch.dtype
-
-
-class _Enter(Function):
-    """Keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, share: SequenceShare) -> Tensor:
-        ctx.share = share
-        return share.gather(x)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.share.scatter(grad).to(grad.dtype), None
-
-
-class _Leave(Function):
-    """Keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: _Context, y: Tensor, share: SequenceShare) -> Tensor:
-        ctx.share, ctx.dtype = share, y.dtype
-        return share.scatter(y)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.share.gather(grad.to(ctx.dtype)), None
-
-
-class _Parts(Function):
-    """Keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, share: SequenceShare) -> Tensor:
-        ctx.share = share
-        return share.own(x)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.share.gather(grad), None
-
-
-class _Joined(Function):
-    """Keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, share: SequenceShare) -> Tensor:
-        ctx.share = share
-        return share.gather(x)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.share.own(grad), None
-
-
-# torch leaves `apply` without types.
-_enter: Callable[[Tensor, SequenceShare], Tensor] = _Enter.apply
-_leave: Callable[[Tensor, SequenceShare], Tensor] = _Leave.apply
-_parts: Callable[[Tensor, SequenceShare], Tensor] = _Parts.apply
-_joined: Callable[[Tensor, SequenceShare], Tensor] = _Joined.apply
