@@ -238,10 +238,15 @@ def time_rows(status: JobStatus) -> list[tuple[str, ...]]:
 
 
 def _time_row(name: str, op: str, planned_s: float, measured_s: float | None) -> tuple[str, ...]:
+    return name, op, *_beside(planned_s, measured_s)
+
+
+def _beside(planned_s: float, measured_s: float | None) -> tuple[str, str, str]:
+    """Planned and measured seconds, and how far these are off."""
     if not measured_s:
-        return name, op, seconds_text(planned_s), _NONE, _NONE
+        return seconds_text(planned_s), _NONE, _NONE
     off = _off(measured_s / planned_s) if planned_s > 0 else _NONE
-    return name, op, seconds_text(planned_s), seconds_text(measured_s), off
+    return seconds_text(planned_s), seconds_text(measured_s), off
 
 
 def _off(ratio: float) -> str:
@@ -290,9 +295,7 @@ def collective_rows(status: JobStatus) -> list[tuple[str, ...]]:
             use.worker,
             told.kind,
             str(told.num_collectives),
-            *_time_row(
-                "", "", told.predicted_s / told.num_collectives, told.measured_s / told.num_collectives
-            )[2:],
+            *_beside(told.predicted_s / told.num_collectives, told.measured_s / told.num_collectives),
         )
         for use in status.uses
         for told in use.collectives

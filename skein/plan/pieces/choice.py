@@ -28,13 +28,8 @@ class TimedRows:
     weights_s: float
 
 
-def sums_to_time(num_elements: int) -> tuple[int, ...]:
-    """Numbers of elements, up to as many; none where they would be too few for a line."""
-    return sizes_to_time(num_elements, 1)
-
-
-def sizes_to_time(num_rows: int, num_devices: int) -> tuple[int, ...]:
-    """Numbers of rows, up to as many, that divide among devices; none where they would be too few for a line.
+def sizes_to_time(num_rows: int, num_devices: int = 1) -> tuple[int, ...]:
+    """Numbers of rows, or elements, up to as many, that divide among devices; none where too few for a line.
 
     >>> sizes_to_time(80, 2), sizes_to_time(8, 2)
     ((8, 16, 24, 32, 40, 48, 56, 64, 72, 80), ())

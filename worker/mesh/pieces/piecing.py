@@ -11,7 +11,7 @@ from skein.config.mesh.tensor import MeshForm
 from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.layers import AnyModel
 from skein.model.sparse.model import SparseModel
-from skein.plan.pieces.choice import Drift, ExpertLines, TimedRows, sizes_to_time, slowest, sums_to_time
+from skein.plan.pieces.choice import Drift, ExpertLines, TimedRows, sizes_to_time, slowest
 from skein.plan.pieces.collectives import LaneKind
 from skein.plan.pieces.lanes import Pieces
 from skein.plan.pieces.line import TimeLine, fitted_line
@@ -94,7 +94,7 @@ class Piecing:
         if self._has_sums or self._form.size == 1 or self._form.is_grid:
             return
         self._has_sums = True
-        sizes = sums_to_time(num_tokens * self._num_features)
+        sizes = sizes_to_time(num_tokens * self._num_features)
         if not sizes:
             return
         answers = self._mesh.ask(self._form.size, TimeSumsAsk(chunk=chunk, num_elements=sizes))
