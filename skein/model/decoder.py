@@ -33,6 +33,9 @@ from skein.model.sparse.experts import Experts
 from skein.types import Precision
 
 EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+OVER_VOCABULARY = (EMBEDDING, HEAD)
+"""Whole matrices over the vocabulary. Blocks of their rows have names of their own."""
 NORM = "model.norm.weight"
 NUM_SCORES = 2
 """Numbers of a token that shards of the output pass on: the normaliser of the rows so far, and the label's logit."""
@@ -115,7 +118,7 @@ class DecoderModel(AnyModel):
     def layer_parameters(self) -> tuple[Shapes, ...]:
         shape, experts = decoder_shape(self), self.experts
         split = self.vocabulary_split
-        output = EMBEDDING if shape.tie_word_embeddings else "lm_head.weight"
+        output = EMBEDDING if shape.tie_word_embeddings else HEAD
         # What is tied to blocks is held in blocks.
         has_input_blocks = split is VocabularySplit.BOTH or (
             split is VocabularySplit.OUTPUT and shape.tie_word_embeddings

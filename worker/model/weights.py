@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from skein.errors import LocalError, UnfitError, UserError
+from skein.model.decoder import HEAD
 from skein.model.parameters import parameter_shapes
 from skein.model.rows import made_of, parse_block, whole_shapes
 from skein.storage.outside import call_moved
@@ -106,7 +107,7 @@ def _check_known(path: str, held: Iterable[str], known: Collection[str]) -> None
     """Refuses tensors that the model does not compute with: without them its numbers would be others."""
     for name in sorted(held):
         # Tables that old releases saved, and a head that is tied and so never used.
-        if name not in known and not name.endswith(".rotary_emb.inv_freq") and name != "lm_head.weight":
+        if name not in known and not name.endswith(".rotary_emb.inv_freq") and name != HEAD:
             raise UserError(_FIELD, path, f"holds {name}, which the model does not have")
 
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 from skein.config.job import JobSpec
 from skein.config.mesh.tensor import MeshForm
-from skein.model.decoder import NUM_SCORES, DecoderModel, decoder_shape
+from skein.model.decoder import NUM_SCORES, OVER_VOCABULARY, DecoderModel, decoder_shape
 from skein.model.layers import LABEL_BYTES, Shapes, layers_of
 from skein.model.rows import VocabularySplit
 from skein.types import StageSpec
 
 _DEVICE_COPIES = 2
 """Copies of each parameter on a device: itself and its gradient; the rest is the worker's."""
-_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +215,7 @@ def _num_held(held: Shapes, form: MeshForm, num_experts: int) -> int:
     num_held, num_cuts = 0, form.side if form.is_grid else form.size
     for name, sizes in held.items():
         num = math.prod(sizes)
-        if name in _VOCABULARY:
+        if name in OVER_VOCABULARY:
             num = -(-sizes[0] // num_cuts) * math.prod(sizes[1:])
         elif ".experts." in name:
             num = num * -(-num_experts // form.size) // num_experts

@@ -14,6 +14,7 @@ from typing import assert_never
 from torch import Tensor
 
 from skein.config.mesh.tensor import MeshForm
+from skein.model.decoder import OVER_VOCABULARY
 
 
 class AnyCut(StrEnum):
@@ -101,8 +102,6 @@ _CUTS = {
     r"\w+\.gate(\.projection|\.experts)?\.weight": ShareCut.PARTIAL,
     r"\w+\.experts\..+": ShareCut.ONE,
 }
-_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-"""Whole matrices over a vocabulary. Blocks of rows, which are layers, are not cut once more."""
 _IN_BLOCK = re.compile(r"model\.layers\.\d+\.(.+)")
 _EXPERT = re.compile(r"model\.layers\.\d+\.\w+\.experts\.(\d+)\..+")
 _NORMS = re.compile(r"model\.(layers\.\d+\.\w+_layernorm|norm)\.weight")
@@ -112,7 +111,7 @@ _BLOCKS = {
     r".*(_proj\.bias|layernorm\.weight)": BlockCut.FEATURES,
     r".*self_attn\.[qk]_norm\.weight": BlockCut.WHOLE,
     r"model\.norm\.weight": BlockCut.FEATURES,
-    r"model\.embed_tokens\.weight|lm_head\.weight": BlockCut.LOOKUP,
+    **{re.escape(name): BlockCut.LOOKUP for name in OVER_VOCABULARY},
 }
 
 
@@ -149,5 +148,6 @@ def cut_of(name: str, form: MeshForm) -> AnyCut:
         # Each device normalises its own tokens only.
         return ShareCut.PARTIAL
     if found is None:
-        return ShareCut.ROWS if name in _VOCABULARY else ShareCut.SAME
+        # Blocks of rows, which are layers, are not cut once more.
+        return ShareCut.ROWS if name in OVER_VOCABULARY else ShareCut.SAME
     return next((cut for pattern, cut in _CUTS.items() if re.fullmatch(pattern, found[1])), ShareCut.SAME)
