@@ -25,7 +25,7 @@ from worker.model.base import Linear, parameter_dtype, product_dtype
 from worker.model.ops import swiglu
 from worker.model.pending import Tray
 from worker.model.sparse.junction import Junction
-from worker.model.sparse.routers import ROUTES, Routed, gate_of
+from worker.model.sparse.routers import ROUTES, MixedWay, Routed, gate_of
 from worker.model.sparse.rows import combine, dispatch, grouped
 from worker.model.sparse.spread import SpreadRows, spread, timed_rows
 
@@ -62,22 +62,8 @@ class SparseMlp(nn.Module):
         )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x_ND, tokens = x_BTD.flatten(0, -2), self._tokens
-        if self._share.size > 1:
-            x_ND = tokens.enter(x_ND)
-        scores = self.gate(x_ND).to(self.dtype)
-        if self._share.size > 1:
-            scores = tokens.keep(scores)
-        routed = ROUTES[self.sizes.routing.router](scores, self.sizes, self.junction)
-        if self._share.size > 1:
-            assert isinstance(routed, Routed), "mixtures of tokens are not spread"
-            return self._spread(x_ND, routed).view(x_BTD.shape)
-        way = routed.way(self.sizes.num_experts)
-        x_RD = way.there(x_ND)
-        inner_RO = swiglu(
-            grouped(x_RD, way.rows, self.tray, *self._gates), grouped(x_RD, way.rows, self.tray, *self._ups)
-        )
-        return way.back(grouped(inner_RO, way.rows, self.tray, *self._downs)).view(x_BTD.shape)
+        made = self._alone if self._share.size == 1 else self._spread
+        return made(x_BTD.flatten(0, -2)).view(x_BTD.shape)
 
     def timed(self, num_rows: Sequence[int], device: torch.device) -> tuple[RowTimes, ...]:
         """Seconds of exchanges and of this device's experts, on so many rows."""
@@ -91,9 +77,28 @@ class SparseMlp(nn.Module):
         x_RD = torch.zeros(max(num_rows), self.sizes.num_features, dtype=self._travels, device=device)
         return tuple(timed_rows(x_RD[:num], weights, self._share, clock) for num in num_rows)
 
-    def _spread(self, x_ND: Tensor, routed: Routed) -> Tensor:
+    def _scores(self, x_ND: Tensor) -> Tensor:
+        scores: Tensor = self.gate(x_ND)
+        return scores.to(self.dtype)
+
+    def _routed(self, scores: Tensor) -> Routed | MixedWay:
+        return ROUTES[self.sizes.routing.router](scores, self.sizes, self.junction)
+
+    def _alone(self, x_ND: Tensor) -> Tensor:
+        """Results for all tokens, by this device's experts."""
+        way = self._routed(self._scores(x_ND)).way(self.sizes.num_experts)
+        x_RD = way.there(x_ND)
+        inner_RO = swiglu(
+            grouped(x_RD, way.rows, self.tray, *self._gates), grouped(x_RD, way.rows, self.tray, *self._ups)
+        )
+        return way.back(grouped(inner_RO, way.rows, self.tray, *self._downs))
+
+    def _spread(self, x_ND: Tensor) -> Tensor:
         """Results for all tokens, of which each device makes its own."""
         num_tokens, share = len(x_ND), self._share
+        x_ND = self._tokens.enter(x_ND)
+        routed = self._routed(self._tokens.keep(self._scores(x_ND)))
+        assert isinstance(routed, Routed), "mixtures of tokens are not spread"
         here = self._tokens.own(num_tokens)
         rows = SpreadRows.of(routed.choices_NK, routed.kept_NK, self.sizes.num_experts, share)
         weights = (*self._gates, *self._ups, *self._downs)
