@@ -22,6 +22,7 @@ from skein.protocol.coordinator.runs.placing import placement
 from skein.protocol.coordinator.runs.steps import evaluation, selecting, stepping
 from skein.protocol.coordinator.runs.watching import measuring, vigil
 from skein.protocol.coordinator.runs.workers import blame, members
+from skein.protocol.coordinator.sweeping import deciding, sweeps
 from skein.protocol.log import history, records
 from skein.protocol.membership import membership
 from skein.protocol.messages import directives, reports, tensors
@@ -121,6 +122,8 @@ MACHINES = (
 )
 PARTS = (
     Section(title="Hard state", module=history),
+    Section(title="Sweeps", module=sweeps),
+    Section(title="Course of a sweep", module=deciding),
     Section(title="Members", module=members),
     Section(title="Gathering", module=gathering),
     Section(title="Blame", module=blame),
