@@ -123,6 +123,7 @@ def test_what_the_plan_uses_of_workers_stands_beside_what_they_told() -> None:
     told = {
         "skein_worker_stage_peak_microbatches": {worker(0): {"0": 3.0}},
         "skein_worker_bubble_ratio": {},
+        "skein_worker_expert_tokens": {},
         "skein_worker_collectives_total": {worker(0): {"tp": 4.0, "a2a": 0.0}},
         "skein_worker_collective_seconds_total": {worker(0): {"tp": 0.5, "a2a": 0.0}},
         "skein_worker_collective_predicted_seconds_total": {worker(0): {"tp": 0.25, "a2a": 0.0}},

@@ -208,9 +208,8 @@ class NumericExecutor(SimExecutor, ABC):
     def _give_on(self, op: ComputeOp, values: F64, choices: int, repeated: int | None = None) -> None:
         for header in op.outputs:
             key = hop_key(header)
-            self._outputs[key] = replace(
-                self._outputs[key], values=values, choices=choices, repeated=repeated
-            )
+            self._give(key, values)
+            self._outputs[key] = replace(self._outputs[key], choices=choices, repeated=repeated)
 
     def _entered(self, op: ComputeOp) -> NumericPassage:
         """Input of a forward."""
