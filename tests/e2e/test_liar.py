@@ -26,6 +26,7 @@ def wait_for_conviction(job: Job) -> int:
     raise AssertionError(f"{job.id} ended, and nobody was found out: {job.status()}")
 
 
+@pytest.mark.long
 def test_a_liar_is_quarantined_also_after_a_restart_of_the_coordinator(
     shared: SharedCluster, text: Path, undisturbed: dict[int, float]
 ) -> None:

@@ -60,7 +60,7 @@ def meshes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshCluster]:
 @pytest.mark.parametrize(
     ("replicas", "layout", "is_tied", "in_sequence"),
     [
-        pytest.param(1, Layout.LINE, True, True, id="line-in-parts"),
+        pytest.param(1, Layout.LINE, True, True, id="line-in-parts", marks=pytest.mark.long),
         pytest.param(2, Layout.LOOP, False, False, id="loop-replicas", marks=pytest.mark.long),
         pytest.param(2, Layout.LOOP, False, True, id="loop-replicas-in-parts", marks=pytest.mark.long),
     ],
@@ -89,6 +89,7 @@ def test_a_mesh_in_blocks_and_a_single_device_train_like_one_torch_process(
     assert len(meshes.device_processes(SQUARE)) == 4
 
 
+@pytest.mark.long
 def test_experts_over_a_mesh_beside_a_single_device_train_like_one_torch_process(
     meshes: MeshCluster, text: Path
 ) -> None:

@@ -343,9 +343,14 @@ def arrays_beside(text: Path) -> ArraysSource:
     ("name", "model", "num_stages"),
     [
         ("cnn", DigitsCnnModel(family="digits_cnn", channels=8, num_blocks=2), 2),
-        ("mlp", MlpModel(family="mlp", widths=(24, 16)), 2),
-        ("softmax", MlpModel(family="mlp", widths=()), 1),
-        ("arrays", MlpModel(family="mlp", widths=(24, 16), num_features=20, num_classes=3), 2),
+        pytest.param("mlp", MlpModel(family="mlp", widths=(24, 16)), 2, marks=pytest.mark.long),
+        pytest.param("softmax", MlpModel(family="mlp", widths=()), 1, marks=pytest.mark.long),
+        pytest.param(
+            "arrays",
+            MlpModel(family="mlp", widths=(24, 16), num_features=20, num_classes=3),
+            2,
+            marks=pytest.mark.long,
+        ),
         ("coreset", MlpModel(family="mlp", widths=(24, 16), num_features=20, num_classes=3), 2),
     ],
 )

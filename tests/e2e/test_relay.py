@@ -27,6 +27,7 @@ def pairs(links: Sequence[Link]) -> set[tuple[str, str]]:
     return {(link.sender, link.receiver) for link in links}
 
 
+@pytest.mark.long
 def test_a_job_of_workers_that_nobody_can_dial_trains_as_without(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
