@@ -71,6 +71,7 @@ def test_a_job_trains_over_proxies_as_without(cluster: Cluster, text: Path, tmp_
     assert all(link.latency_s >= LATENCY_S for link in trained.links)
 
 
+@pytest.mark.long
 def test_a_job_trains_over_namespaces_and_a_site_that_is_cut_off_comes_back(
     tmp_path: Path, text: Path
 ) -> None:
