@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import pytest
 from grpc import aio
 
 from client.local import free_port
@@ -156,6 +157,7 @@ async def test_a_killed_coordinator_is_back_with_its_jobs_and_the_next_epoch(tmp
         assert mode_of(folder) is None
 
 
+@pytest.mark.long
 async def test_a_killed_launcher_takes_everything_along_and_its_successor_is_alone_until_its_raylet_dies(
     tmp_path: Path,
 ) -> None:
