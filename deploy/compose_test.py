@@ -33,6 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DASHBOARDS = ROOT / "deploy/grafana/dashboards"
 EXAMPLES = ROOT / "deploy/config/examples"
 JOB_FILE = "compose-text.yaml"
+TRIALS_FILE = "sweep.yaml"
+NUM_TRIALS = 8
 NUM_WORKERS = 4
 NUM_STEPS = 40
 NUM_MORTAL_STEPS = 80
@@ -49,6 +51,15 @@ RULES = (
     ("aggregation.rule=lsgd", "aggregation.local_every_steps=5", "aggregation.global_every_steps=10"),
 )
 """Of the jobs that run, one after the other: each has numbers on the dashboard that others lack."""
+ROWS = "{format: jsonl, path: data://mounted/rows.jsonl, field: x, label: y}"
+NUM_ROWS = 600
+OF_ROWS = (
+    f"budget.steps={NUM_STEPS}",
+    "model={family: mlp, widths: [32], num_features: 4, num_classes: 3}",
+    f"data={{sources: [{ROWS}], validation_ratio: 0.1}}",
+)
+"""Settings of jobs over `NUM_ROWS` samples with classes, that are mounted in the workers."""
+CHOOSING = ("sweep=null", "data.coreset={method: craig, fraction: 0.2, warmup_epochs: 1, refresh_epochs: 1}")
 SERVICES = ("coordinator", "worker", "prometheus")
 OUR_USER, NOBODY = "10001", "65534"
 RATE_INTERVAL = "20s"
@@ -147,7 +158,7 @@ def items(value: Json) -> list[Json]:
 class Services:
     """One project of docker-compose, on ports and under a name that nothing else has."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: Path) -> None:
         names = ("SKEIN_PORT", "SKEIN_METRICS_PORT", "SKEIN_ENROL_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
         ports = dict(zip(names, free_ports(len(names)), strict=True))
         self.project = f"skein-test-{os.getpid()}"
@@ -157,7 +168,7 @@ class Services:
         self.metrics_url = f"http://127.0.0.1:{ports['SKEIN_METRICS_PORT']}/metrics"
         self.prometheus_url = f"http://127.0.0.1:{ports['PROMETHEUS_PORT']}"
         # The environment wins over a `.env` that the owner of the checkout has written.
-        chosen = {name: str(port) for name, port in ports.items()} | {"SKEIN_DATA": "data"}
+        chosen = {name: str(port) for name, port in ports.items()} | {"SKEIN_DATA": str(data)}
         self._env = {**os.environ, **chosen}
         self._command = [*compose_command(), "--project-name", self.project]
 
@@ -303,6 +314,38 @@ def train(client: Client, *rule: str) -> str:
     return job
 
 
+def write_rows(folder: Path) -> None:
+    """Samples of three classes in lines of JSON, that any user may read."""
+    lines = ({"x": [math.sin((k + 1) * i) + i % 3 for k in range(4)], "y": i % 3} for i in range(NUM_ROWS))
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    (folder / "rows.jsonl").chmod(0o644)
+    folder.chmod(0o755)
+
+
+def train_on_rows(client: Client, *rule: str) -> Json:
+    """Hands in a job over rows, and waits for its end; gives its status."""
+    overrides = [word for setting in (*OF_ROWS, *rule) for word in ("--set", setting)]
+    submitted, *_ = client.ask("submit", f"/jobs/{TRIALS_FILE}", "--wait", *overrides, limit_s=JOB_S)
+    [status] = client.ask("status", str(at(submitted, "job")))
+    check(at(status, "state") == "finished", f"{status}")
+    return status
+
+
+def search(client: Client) -> str:
+    """Trials side by side; gives the sweep's id."""
+    status = train_on_rows(client, "sweep.round_steps=10")
+    steps = [at(trial, "num_steps") for trial in items(at(status, "trials"))]
+    check(steps == [NUM_STEPS] * NUM_TRIALS, f"trials: {at(status, 'trials')}")
+    return str(at(status, "job"))
+
+
+def choose(client: Client) -> str:
+    """Trains on rows that are chosen along the run; gives the job's id."""
+    status = train_on_rows(client, *CHOOSING)
+    check(at(status, "choice") is not None, f"nothing was chosen: {status}")
+    return str(at(status, "job"))
+
+
 def check_deaths(services: Services, client: Client) -> list[str]:
     """Two jobs at once, a worker of one of them killed, then the coordinator: both finish without a step lost.
 
@@ -440,7 +483,7 @@ def test(services: Services, folder: Path) -> None:
     check_stranger(client)
     say("no root, no capabilities, no spare packages, no strangers")
     since_s = time.time() - 10.0
-    jobs = [train(client, *rule) for rule in RULES]
+    jobs = [*(train(client, *rule) for rule in RULES), search(client), choose(client)]
     say(f"{', '.join(jobs)}: {NUM_STEPS} steps each through {services.address}")
     num_queries = check_queries(services, since_s=since_s)
     say(f"{num_queries} queries of the dashboard have data")
@@ -456,8 +499,13 @@ def test(services: Services, folder: Path) -> None:
 def main() -> int:
     """The exit code: 0 if all is well. Everything is taken down before."""
     signal.signal(signal.SIGTERM, _leave)
-    services = Services()
-    with tempfile.TemporaryDirectory(prefix="skein-compose-") as folder, ExitStack() as undo:
+    with ExitStack() as undo:
+        folder, data = (
+            undo.enter_context(tempfile.TemporaryDirectory(prefix=f"skein-compose-{of}-"))
+            for of in ("client", "data")
+        )
+        write_rows(Path(data))
+        services = Services(Path(data))
         undo.callback(services.down)
         try:
             test(services, Path(folder))
