@@ -251,11 +251,15 @@ async def test_of_many_calls_that_are_broken_off_a_host_gets_a_few_lines_and_the
     tmp_path: Path,
 ) -> None:
     log, context = AuditLog(tmp_path), cast(Context, Hasty())
-    enrol = Audited(log).around(
-        "/skein.wire.v1.Enrol/Enrol", lambda _request, _context: asyncio.Event().wait()
-    )
+    all_there = asyncio.Barrier(101)
+
+    async def stay(_request: identity_pb2.EnrolRequest, _context: Context) -> None:
+        await all_there.wait()
+        await asyncio.Event().wait()
+
+    enrol = Audited(log).around("/skein.wire.v1.Enrol/Enrol", stay)
     calls = [asyncio.ensure_future(enrol(identity_pb2.EnrolRequest(name="eve"), context)) for _ in range(100)]
-    await asyncio.sleep(0)
+    await all_there.wait()
     for call in calls:
         call.cancel()
     await asyncio.wait(calls)

@@ -399,8 +399,7 @@ async def test_newcomers_that_crowd_in_hold_up_nothing_else_and_are_refused_beyo
     asked = identity_pb2.EnrolRequest(token="t", secret="s", name="eve", request=request)
     with other._change():  # until then nobody else writes
         calls = [asyncio.ensure_future(enrol_.Enrol(asked, context)) for _ in range(MAX_OF_HOST)]
-        await asyncio.sleep(0)
-        await asyncio.to_thread(int)
+        await asyncio.to_thread(int)  # begun after the calls, and held up by none
         assert not any(call.done() for call in calls)
         with pytest.raises(BusyError, match="so many come for certificates already"):
             await enrol_.Enrol(asked, context)

@@ -153,8 +153,7 @@ async def test_a_worker_that_uploads_without_end_leaves_room_for_others(tmp_path
             return asyncio.create_task(service.Put(parts(*later), cast(Context, Uploading(name))))
 
         greedy = [uploads("greedy") for _ in range(2 * checkpoint_service.MAX_UPLOADS)]
-        await asyncio.sleep(0)
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(WAIT_S):  # begun last
             reply = await uploads("honest", FileData(data=DATA), FileEnd(sha256=FILE.sha256))
         assert reply.num_bytes == len(DATA)
         for upload in greedy:

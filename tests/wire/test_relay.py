@@ -234,15 +234,28 @@ async def test_a_worker_that_listens_as_many_processes_leaves_room_for_others() 
         await until(lambda: made.board.num_listening == 1)
 
 
-async def test_who_connects_while_no_file_is_left_is_carried_once_there_are_some() -> None:
+async def test_who_connects_while_no_file_is_left_is_carried_once_there_are_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, failed = asyncio.get_running_loop(), asyncio.Event()
+    accept = loop.sock_accept
+
+    async def watched(listening: socket.socket) -> tuple[socket.socket, object]:
+        try:
+            return await accept(listening)
+        except OSError:
+            failed.set()
+            raise
+
+    monkeypatch.setattr(loop, "sock_accept", watched)
     async with scene() as made:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with socket.socket(socket.AF_UNIX) as early:
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
                 early.connect((made.alice.target(BOB) or "").removeprefix("unix:"))
-                for _ in range(10):
-                    await asyncio.sleep(0)
+                async with asyncio.timeout(WAIT_S):
+                    await failed.wait()
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             assert await exchange(made.call()) == len(PART.data)

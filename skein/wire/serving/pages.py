@@ -16,7 +16,7 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import aclosing, suppress
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
@@ -153,12 +153,11 @@ class Pages:
     async def _listen(self, host: str, port: int) -> None:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        try:
+        with ExitStack() as opened:
             for family, *_, address in found:
-                self._listening.append(socket.create_server(address[:2], family=family, backlog=_BACKLOG))
-        except BaseException:
-            await self.close()
-            raise
+                one = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+                self._listening.append(opened.enter_context(one))
+            opened.pop_all()
         for listening in self._listening:
             listening.setblocking(False)
             self._begin(self._accept(listening))

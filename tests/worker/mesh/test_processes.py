@@ -103,13 +103,13 @@ def test_a_device_that_dies_between_ops_is_noticed_without_any(mesh: Mesh) -> No
 
 
 _PARENT = """
-import sys, time
+import signal, sys
 from skein.config.mesh.tensor import MeshForm
 from worker.mesh.mesh import Mesh
 mesh = Mesh(["cpu", "cpu"])
 mesh.form(MeshForm(size=2))
 print(*mesh.processes.pids, flush=True)
-time.sleep(600)
+signal.pause()
 """
 
 
