@@ -253,7 +253,7 @@ async def test_of_many_calls_that_are_broken_off_a_host_gets_a_few_lines_and_the
     log, context = AuditLog(tmp_path), cast(Context, Hasty())
     all_there = asyncio.Barrier(101)
 
-    async def stay(_request: identity_pb2.EnrolRequest, _context: Context) -> None:
+    async def stay(_request: object, _context: Context) -> None:
         await all_there.wait()
         await asyncio.Event().wait()
 
