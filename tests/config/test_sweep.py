@@ -9,18 +9,10 @@ from skein.config.load import JobFileErrors, parse_job
 from skein.config.sweep.trials import trials_of
 from skein.errors import UserError
 from skein.plan.admission import check_admissible
-
-JOB = """
-name: rates
-model: {family: mlp, widths: [64, 32, 10]}
-data: {sources: [{format: digits}]}
-parallel: {stages: 1}
-budget: {steps: 50}
-sweep:
-"""
+from tests.support.sweeps import RATES
 
 
-def sweep(text: str, *, job: str = JOB) -> JobSpec:
+def sweep(text: str, *, job: str = RATES) -> JobSpec:
     indented = "".join(f"  {line}\n" for line in text.strip().splitlines())
     return parse_job(job + indented, origin="job.yaml")
 
@@ -44,7 +36,7 @@ def test_a_trial_is_the_job_alone_with_some_keys_replaced() -> None:
 def test_an_optimizer_of_another_kind_has_its_own_defaults() -> None:
     job = sweep(
         "space: {optimizer.name: [adamw, sgd], optimizer.learning_rate: [0.5]}",
-        job=JOB.replace("sweep:", "optimizer: {weight_decay: 0.03}\nsweep:"),
+        job=RATES.replace("sweep:", "optimizer: {weight_decay: 0.03}\nsweep:"),
     )
     adamw, sgd = (x.job.optimizer for x in trials_of(job))
     assert (adamw.name, sgd.name) == ("adamw", "sgd")
@@ -137,7 +129,7 @@ def test_trials_that_would_not_fit_into_the_run_log_are_refused() -> None:
     sources = ", ".join(f"{{format: text, path: /{'x' * 900}/{number}}}" for number in range(60))
     job = sweep(
         "{search: random, num_trials: 1000, space: {optimizer.learning_rate: {uniform: [0.1, 1]}}}",
-        job=JOB.replace("{format: digits}", sources).replace(
+        job=RATES.replace("{format: digits}", sources).replace(
             "{family: mlp, widths: [64, 32, 10]}", "{family: llama}"
         ),
     )
@@ -146,7 +138,7 @@ def test_trials_that_would_not_fit_into_the_run_log_are_refused() -> None:
 
 
 def test_hyperband_refuses_trials_whose_budgets_are_other_steps() -> None:
-    job = JOB.replace("steps: 50", "tokens: 6400")
+    job = RATES.replace("steps: 50", "tokens: 6400")
     trials = "{search: hyperband, trials: [{batch.samples: 32}, {batch.samples: 64}]}"
     with pytest.raises(
         UserError, match=r"trial 1 has 100 where the job has 200: give budget\.steps, or random"
@@ -156,14 +148,14 @@ def test_hyperband_refuses_trials_whose_budgets_are_other_steps() -> None:
 
 
 def test_trials_that_nothing_is_measured_of_are_refused() -> None:
-    job = JOB.replace("{format: digits}]", "{format: digits}], validation_ratio: 0")
+    job = RATES.replace("{format: digits}]", "{format: digits}], validation_ratio: 0")
     with pytest.raises(UserError, match=r"sweep.metric: 'evaluation_loss': no sample validates"):
         check_admissible(sweep("{space: {seed: [1, 2]}, metric: evaluation_loss}", job=job))
     check_admissible(sweep("space: {seed: [1, 2]}", job=job))
 
 
 def test_a_sweep_over_stages_is_refused() -> None:
-    job = sweep("space: {seed: [1]}", job=JOB.replace("stages: 1", "stages: 2"))
+    job = sweep("space: {seed: [1]}", job=RATES.replace("stages: 1", "stages: 2"))
     with pytest.raises(UserError, match=r"parallel.stages: 2: a trial trains on one worker"):
         check_admissible(job)
 
@@ -174,13 +166,13 @@ def test_rows_that_are_chosen_along_a_run_are_refused_for_trials() -> None:
     with pytest.raises(
         ValueError, match=r"data.coreset.feature: 'last_layer': rows of a sweep are chosen once"
     ):
-        sweep("space: {seed: [1, 2]}", job=JOB.replace(plain, coreset % ("craig", "last_layer")))
-    job = sweep("space: {data.coreset.method: [none, craig]}", job=JOB)
+        sweep("space: {seed: [1, 2]}", job=RATES.replace(plain, coreset % ("craig", "last_layer")))
+    job = sweep("space: {data.coreset.method: [none, craig]}", job=RATES)
     with pytest.raises(
         ValueError, match=r"trial 1 of sweep .*, data.coreset.feature: 'last_layer'.*give inputs"
     ):
         trials_of(job)
     job = sweep(
-        "space: {data.coreset.method: [none, craig]}", job=JOB.replace(plain, coreset % ("none", "inputs"))
+        "space: {data.coreset.method: [none, craig]}", job=RATES.replace(plain, coreset % ("none", "inputs"))
     )
     assert [x.job.data.coreset.chooses for x in trials_of(job)] == [False, True]

@@ -9,16 +9,9 @@ from skein.wire.views import TrialStatus
 from tests.client.cli.said import Captured
 from tests.client.conftest import Scripted
 from tests.client.scripted import status
+from tests.support.sweeps import RATES
 
-SWEEP = """
-name: rates
-model: {family: mlp, widths: [64, 32, 10]}
-data: {sources: [{format: digits}]}
-parallel: {stages: 1}
-budget: {steps: 50}
-sweep:
-  space: {optimizer.learning_rate: [0.1, 0.01], batch.samples: [32, 64]}
-"""
+SWEEP = f"{RATES}  space: {{optimizer.learning_rate: [0.1, 0.01], batch.samples: [32, 64]}}\n"
 
 
 def trial(number: int) -> TrialStatus:

@@ -5,21 +5,12 @@ import pytest
 from skein.config.load import parse_job
 from skein.config.sweep.trials import SweepTrial, trials_of
 from skein.plan.sweeping.packing import alike, packed, parting, why_alone
-
-JOB = """
-name: rates
-model: {family: mlp, widths: [64, 32, 10]}
-data: {sources: [{format: digits}]}
-parallel: {stages: 1}
-budget: {steps: 50}
-sweep:
-  space:
-"""
+from tests.support.sweeps import RATES
 
 
 def trials(*space: str) -> tuple[SweepTrial, ...]:
     lines = "".join(f"    {line}\n" for line in space)
-    return trials_of(parse_job(JOB + lines, origin="job.yaml"))
+    return trials_of(parse_job(f"{RATES}  space:\n{lines}", origin="job.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -58,8 +49,10 @@ def test_what_makes_operators_unlike_parts_trials(space: str, key: str) -> None:
     ("given", "instead"), [("{steps: 50}", "{epochs: 2}"), ("seed: 1", "batch: {samples: 65544}")]
 )
 def test_trials_that_can_be_no_rows_are_jobs_of_their_own(given: str, instead: str) -> None:
-    text = JOB.replace("parallel:", "seed: 1\nparallel:").replace(given, instead)
-    found = trials_of(parse_job(text + "    optimizer.learning_rate: [0.1, 0.01]\n", origin="job.yaml"))
+    text = RATES.replace("parallel:", "seed: 1\nparallel:").replace(given, instead)
+    found = trials_of(
+        parse_job(text + "  space: {optimizer.learning_rate: [0.1, 0.01]}\n", origin="job.yaml")
+    )
     assert all(why_alone(trial.job) for trial in found)
     assert packed(found, most_rows=8, num_workers=1) == tuple((trial,) for trial in found)
 

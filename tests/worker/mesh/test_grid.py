@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from skein.config.mesh.tensor import MeshForm
-from tests.worker.mesh.test_stage import assert_same_sums, counted, grid_job, sums, zeroed
+from tests.worker.mesh.test_stage import (
+    assert_learns_alike,
+    assert_same_sums,
+    counted,
+    grid_job,
+    sums,
+    zeroed,
+)
 from tests.worker.model.builders import MODELS, NUM_TOKENS, assert_near, part, samples, whole
 from worker.mesh.mesh import Mesh
 from worker.mesh.stage import MeshStage
@@ -26,23 +33,7 @@ def test_blocks_together_give_the_loss_and_gradients_of_one_device(
     alone, shared = zeroed(whole(model)), zeroed(whole(model))
     stage = MeshStage(four, grid_job(model), shared)
     assert stage.form == MeshForm(size=4, is_grid=True)
-    x, labels = samples(model, num_samples)
-    for _ in range(2):
-        wanted, num_valid = alone.score(Crossing(x), labels)
-        torch.autograd.backward(wanted)
-        found, num_found = stage.score(Crossing(x), labels)
-        torch.autograd.backward(found)
-        assert num_found == num_valid
-        assert_near(found.detach(), wanted.detach(), tolerance=ROUNDING)
-    stage.gather_sums()
-    assert_same_sums(shared, alone)
-    with torch.no_grad():
-        for module in (alone, shared):
-            for parameter in module.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(parameter.grad, alpha=0.01)
-        after, _ = stage.score(Crossing(x), labels)
-        assert_near(after, alone.score(Crossing(x), labels)[0], tolerance=ROUNDING)
+    assert_learns_alike(stage, shared, alone, *samples(model, num_samples))
 
 
 @pytest.mark.parametrize("puts_aside", [False, True])

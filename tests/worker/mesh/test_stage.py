@@ -74,22 +74,8 @@ def assert_same_sums(found: Stage, wanted: Stage) -> None:
         assert_near(gradient, expected[name], tolerance=ROUNDING, what=name)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "in_sequence"),
-    [
-        *((name, size, False) for name in FAMILIES for size in (2, 4)),
-        *((name, 2, True) for name in FAMILIES if MODELS[name].tensor_divisor > 1),
-        ("no_groups", 4, True),
-    ],
-)
-def test_devices_together_give_the_loss_and_gradients_of_one(
-    four: Mesh, name: str, size: int, in_sequence: bool
-) -> None:
-    model = MODELS[name]
-    job = job_of(model, size, in_sequence=in_sequence)
-    alone, shared = zeroed(whole(model)), zeroed(whole(model))
-    stage = MeshStage(four, job, shared)
-    x, labels = samples(model)
+def assert_learns_alike(stage: MeshStage, shared: Stage, alone: Stage, x: Tensor, labels: Tensor) -> None:
+    """Loss and sums of two passes over a mesh, and the loss after an update, are those of one device."""
     for _ in range(2):
         wanted, num_valid = alone.score(Crossing(x), labels)
         torch.autograd.backward(wanted)
@@ -106,6 +92,24 @@ def test_devices_together_give_the_loss_and_gradients_of_one(
                 parameter.sub_(parameter.grad, alpha=0.01)
         after, _ = stage.score(Crossing(x), labels)
         assert_near(after, alone.score(Crossing(x), labels)[0], tolerance=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "in_sequence"),
+    [
+        *((name, size, False) for name in FAMILIES for size in (2, 4)),
+        *((name, 2, True) for name in FAMILIES if MODELS[name].tensor_divisor > 1),
+        ("no_groups", 4, True),
+    ],
+)
+def test_devices_together_give_the_loss_and_gradients_of_one(
+    four: Mesh, name: str, size: int, in_sequence: bool
+) -> None:
+    model = MODELS[name]
+    job = job_of(model, size, in_sequence=in_sequence)
+    alone, shared = zeroed(whole(model)), zeroed(whole(model))
+    stage = MeshStage(four, job, shared)
+    assert_learns_alike(stage, shared, alone, *samples(model))
 
 
 def counted(mesh: Mesh, before: Mapping[Collective, int] | None = None) -> dict[Collective, int]:

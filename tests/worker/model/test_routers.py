@@ -1,5 +1,6 @@
 """Routers: choices, kept ones and slots on inputs written out, and numbers against plain torch by the definitions."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -192,21 +193,23 @@ Step = tuple[float, float, float]
 def trained(model: MixtralModel, cut: tuple[int, ...]) -> list[Step]:
     """Twelve steps of two microbatches each through the stages of a cut, by hand."""
     stages = [part(model, first, stop) for first, stop in pairwise(cut)]
+    return _twelve_steps(model, stages, lambda x, labels: _there_and_back(stages, x, labels))
+
+
+def _twelve_steps(
+    model: MixtralModel, stages: list[Stage], visit: Callable[[Tensor, Tensor], tuple[float, float]]
+) -> list[Step]:
+    """`visit` adds the gradients of a microbatch, and gives its loss and balance loss."""
     parameters = [y for stage in stages for y in stage.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-    x_BT, labels_BT = samples(model, 2 * NUM_SAMPLES)
+    microbatches = [torch.split(whole, NUM_SAMPLES) for whole in samples(model, 2 * NUM_SAMPLES)]
     told = []
     for _ in range(12):
         optimizer.zero_grad()
-        loss_sum = balance = 0.0
-        for x, labels in zip(
-            torch.split(x_BT, NUM_SAMPLES), torch.split(labels_BT, NUM_SAMPLES), strict=True
-        ):
-            loss, losses = _there_and_back(stages, x, labels)
-            loss_sum, balance = loss_sum + loss, balance + losses
+        losses, balances = zip(*map(visit, *microbatches), strict=True)
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, 1e9))
         optimizer.step()
-        told.append((loss_sum, norm, balance))
+        told.append((sum(losses), norm, sum(balances)))
     return told
 
 
@@ -233,23 +236,14 @@ def plainly_trained(model: MixtralModel) -> list[Step]:
     """The same by plain torch, uncut: a loss with the balance losses in it."""
     whole = part(model, 0, 4)
     plain = PlainExperts([whole])
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
-    x_BT, labels_BT = samples(model, 2 * NUM_SAMPLES)
-    told = []
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss_sum = balance = 0.0
-        for x, labels in zip(
-            torch.split(x_BT, NUM_SAMPLES), torch.split(labels_BT, NUM_SAMPLES), strict=True
-        ):
-            loss, num_valid = whole.loss(x, labels)
-            pull = sum(plain.taken(), loss.new_zeros(()))
-            torch.autograd.backward(loss + plain.coefficient * num_valid * pull)
-            loss_sum, balance = loss_sum + float(loss.detach()), balance + float(pull.detach())
-        norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9))
-        optimizer.step()
-        told.append((loss_sum, norm, balance))
-    return told
+
+    def visit(x: Tensor, labels: Tensor) -> tuple[float, float]:
+        loss, num_valid = whole.loss(x, labels)
+        pull = sum(plain.taken(), loss.new_zeros(()))
+        torch.autograd.backward(loss + plain.coefficient * num_valid * pull)
+        return float(loss.detach()), float(pull.detach())
+
+    return _twelve_steps(model, [whole], visit)
 
 
 @pytest.mark.parametrize("kind", RouterKind)
