@@ -214,9 +214,10 @@ def _told(one: "partial[tuple[str, str]]", args: argparse.Namespace) -> Iterator
     if args.processes == 1:
         yield from map(one, seeds)
         return
-    with ProcessPoolExecutor(args.processes) as pool, ExitStack() as undo:
-        # Also if whoever asked has seen enough; after the last seed there is nothing left to cancel.
-        undo.callback(pool.shutdown, wait=False, cancel_futures=True)
+    with ExitStack() as undo:
+        pool = ProcessPoolExecutor(args.processes)
+        # Also if whoever asked has seen enough. What is not waited for would be woken by an interpreter that ends.
+        undo.callback(pool.shutdown, cancel_futures=True)
         yield from pool.map(one, seeds, chunksize=4)
 
 
