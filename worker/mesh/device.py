@@ -19,6 +19,7 @@ from torch import Tensor
 from skein.config.job import read_spec
 from skein.config.mesh.tensor import MeshForm
 from skein.errors import LocalError
+from skein.plan.pieces.choice import TimedRows
 from skein.plan.pieces.lanes import Pieces
 from worker.compute.payload import CHOICES, GRADIENTS, LABELS, WEIGHTS, crossed, crossing, tensor_if_any
 from worker.mesh.forms.boundary import LOSS, tells
@@ -34,7 +35,6 @@ from worker.mesh.frames import (
     GroupAsk,
     LoadAsk,
     ReturnAsk,
-    RowTimes,
     SpeedAsk,
     StageAsk,
     SumsAsk,
@@ -231,7 +231,7 @@ class DeviceShare:
         return answer, self._told(tensors_made | tensor_if_any(CHOICES, microbatch.choices), form)
 
     @torch.no_grad()
-    def _time_rows(self, asked: TimeRowsAsk) -> tuple[RowTimes, ...]:
+    def _time_rows(self, asked: TimeRowsAsk) -> tuple[TimedRows, ...]:
         """Times of the first layer of experts: all of a stage are alike."""
         layers = (x for x in self._kept.stages[asked.chunk].modules() if isinstance(x, SparseMlp))
         found = next(layers).timed(asked.num_rows, self._device)

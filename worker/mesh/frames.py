@@ -15,6 +15,7 @@ from torch import Tensor
 
 from skein.config.mesh.tensor import MeshForm
 from skein.errors import LocalError
+from skein.plan.pieces.choice import TimedRows
 from skein.spec import Spec
 from skein.types import StageIndex, StageSpec
 from skein.wire.extra import DType, TensorMeta
@@ -164,16 +165,6 @@ class DeviceSpeed(Spec):
     spread: float
 
 
-class RowTimes(Spec):
-    """Seconds of so many rows of a device, as `skein.plan.pieces.choice.TimedRows`."""
-
-    num_rows: int
-    exchange_s: float
-    forward_s: float
-    backward_s: float
-    weights_s: float
-
-
 class Metered(Spec):
     """Layers of experts: how many, seconds from the first exchange of each to its last, and of these those that
     experts computed for; none where the host cannot tell."""
@@ -192,7 +183,7 @@ class DeviceAnswer(Spec):
     collectives: Mapping[Collective, int] = {}
     elements: Mapping[Collective, int] = {}
     metered: Metered = Metered()
-    row_times: tuple[RowTimes, ...] = ()
+    row_times: tuple[TimedRows, ...] = ()
     sum_times: tuple[float, ...] = ()
     num_tokens: int = 0
     """Valid labels of a visit that scores."""

@@ -11,7 +11,7 @@ from skein.config.mesh.tensor import MeshForm
 from skein.model.decoder import DecoderModel, decoder_shape
 from skein.model.layers import AnyModel
 from skein.model.sparse.model import SparseModel
-from skein.plan.pieces.choice import Drift, ExpertLines, TimedRows, sizes_to_time, slowest
+from skein.plan.pieces.choice import Drift, ExpertLines, sizes_to_time, slowest
 from skein.plan.pieces.collectives import LaneKind
 from skein.plan.pieces.lanes import Pieces
 from skein.plan.pieces.line import TimeLine, fitted_line
@@ -136,7 +136,7 @@ class Piecing:
         if not sizes:
             return
         answers = self._mesh.ask(self._form.size, TimeRowsAsk(chunk=chunk, num_rows=sizes))
-        times = [[TimedRows(**x.model_dump()) for x in answer.row_times] for answer, _ in answers]
+        times = [answer.row_times for answer, _ in answers]
         lines = ExpertLines.of(slowest(times))
         self._lines[num_tokens], self._chosen[num_tokens] = lines, lines.pieces(num_rows)
         self._tell(num_rows, lines, self._chosen[num_tokens])

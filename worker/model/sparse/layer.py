@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from skein.model.sparse.experts import Experts
+from skein.plan.pieces.choice import TimedRows
 from skein.types import Precision
-from worker.mesh.frames import RowTimes
 from worker.mesh.pieces.tokens import TokenShare
 from worker.mesh.share import WHOLE, Share
 from worker.model.base import Linear, parameter_dtype, product_dtype
@@ -65,7 +65,7 @@ class SparseMlp(nn.Module):
         made = self._alone if self._share.size == 1 else self._spread
         return made(x_BTD.flatten(0, -2)).view(x_BTD.shape)
 
-    def timed(self, num_rows: Sequence[int], device: torch.device) -> tuple[RowTimes, ...]:
+    def timed(self, num_rows: Sequence[int], device: torch.device) -> tuple[TimedRows, ...]:
         """Seconds of exchanges and of this device's experts, on so many rows."""
 
         def clock() -> float:

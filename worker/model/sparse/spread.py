@@ -21,8 +21,8 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
+from skein.plan.pieces.choice import TimedRows
 from worker.mesh.forms.cuts import portion_of
-from worker.mesh.frames import RowTimes
 from worker.mesh.pieces.tokens import TokenShare
 from worker.mesh.share import Arriving, Share
 from worker.model.ops import matrix_gradient
@@ -314,7 +314,9 @@ def _weight_gradients(
 _NUM_TIMES = 3
 
 
-def timed_rows(x_RD: Tensor, weights: Sequence[Tensor], share: Share, clock: Callable[[], float]) -> RowTimes:
+def timed_rows(
+    x_RD: Tensor, weights: Sequence[Tensor], share: Share, clock: Callable[[], float]
+) -> TimedRows:
     """Seconds of the first rows on this device, evenly for all devices and experts: the least of a few times.
 
     Args:
@@ -339,7 +341,7 @@ def timed_rows(x_RD: Tensor, weights: Sequence[Tensor], share: Share, clock: Cal
         at_s.append(clock())
         found.append([after_s - before_s for before_s, after_s in pairwise(at_s)])
     exchange_s, forward_s, backward_s, weights_s = (min(times) for times in zip(*found, strict=True))
-    return RowTimes(
+    return TimedRows(
         num_rows=num_rows,
         exchange_s=exchange_s,
         forward_s=forward_s,
