@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from skein import rng
-from skein.protocol.coordinator.coordinator_io import DrainAsked, PauseAsked, ResumeAsked
+from skein.config.job import read_spec
+from skein.protocol.coordinator.coordinator_io import CancelAsked, DrainAsked, PauseAsked, ResumeAsked
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
 from skein.protocol.worker.ops import COMPUTE_OPS, ApplyOp, JoinOp, Op, PackOp, SumOp
 from skein.sim.lines.network import FAIR, Weather
 from skein.sim.world import World
-from skein.types import JobId, SiteId, WorkerId
+from skein.types import JobId, JobState, SiteId, WorkerId
 
 SLOWER = 4.0
 """Times as long as its profile says are the ops of a worker that is struck by "slow"."""
@@ -190,12 +191,14 @@ def _join(world: World, fault: Fault) -> None:
 
 
 def _pause(world: World, fault: Fault) -> None:
-    """Have a job held, and go on a while later."""
-    jobs = [record.job for record in world.log if isinstance(record, JobSubmitted)]
-    if jobs:
-        job = jobs[fault.number % len(jobs)]
-        world.tell(PauseAsked(job=job))
-        world.clock.after(fault.seconds, partial(_resume, world, job))
+    """Have a job held, or at every second number a sweep cancelled, and go on a while later."""
+    submitted = [x for x in world.log if isinstance(x, JobSubmitted) and x.sweep is None]
+    if submitted:
+        found = submitted[fault.number % len(submitted)]
+        is_cancelled = fault.number // len(submitted) % 2 and read_spec(found.spec).sweep is not None
+        world.tell(CancelAsked(job=found.job) if is_cancelled else PauseAsked(job=found.job))
+        world.to_resume.add(found.job)
+        world.clock.after(fault.seconds, partial(_resume, world, found.job))
 
 
 def _resume(world: World, job: JobId) -> None:
@@ -213,10 +216,13 @@ def _look_again(world: World, job: JobId) -> None:
         ),
         None,
     )
-    if isinstance(newest, HaltAsked | JobHeld):
-        _resume(world, job)
-    elif not isinstance(newest, JobEnded):
-        world.clock.after(ASK_AGAIN_S, partial(_look_again, world, job))
+    match newest:
+        case HaltAsked() | JobHeld() | JobEnded(state=JobState.CANCELLED):
+            _resume(world, job)
+        case JobEnded():
+            pass
+        case _:
+            world.clock.after(ASK_AGAIN_S, partial(_look_again, world, job))
 
 
 # --- links ---
@@ -403,5 +409,7 @@ DEADLY = frozenset(
         "both",
     ]
 )
+WITH_TRIALS = (*FAULTS, *("kill", "coordinator", "torn", "pause") * 3)
+"""Kinds that sweeps are struck by: wishes, and deaths amid what is decided, more often than others."""
 GENTLE = tuple(kind for kind in FAULTS if kind not in DEADLY)
 """Faults in which nobody dies: no state is ever lost."""

@@ -11,14 +11,15 @@ from skein.config.quota import UNBOUNDED, QuotasSpec
 from skein.model.rows import VocabularySplit
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.coordinator_io import SubmitAsked
-from skein.protocol.log.history import History
+from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import GenerationOpened, JobSubmitted, Record, RolledBack, StepCommitted
 from skein.protocol.messages.directives import StepRecord
 from skein.sim.compute.arrays import SimArrays
-from skein.sim.faults import draw_faults, schedule_faults
+from skein.sim.faults import WITH_TRIALS, draw_faults, schedule_faults
 from skein.sim.judging.bounds import Bounds
 from skein.sim.judging.idling import Idling
 from skein.sim.judging.invariants import Violated
+from skein.sim.judging.trials import TrialOutcome, check_trials, trial_outcomes
 from skein.sim.placing import make_v_plan
 from skein.sim.shapes import SimShape
 from skein.sim.world import World
@@ -157,8 +158,13 @@ def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) ->
 
 def _have_ended(world: World, history: History) -> bool:
     """Whether as many jobs have ended as the world submits by itself; a test may submit more, which go on."""
-    ended = [job for job in history.listed() if job.end is not None]
+    ended = [job for job in history.listed() if job.end is not None and not _goes_on(world, job)]
     return len(ended) >= len(world.submitted)
+
+
+def _goes_on(world: World, job: JobHistory) -> bool:
+    """Whether somebody has cancelled a job and is going to have it go on."""
+    return job.job in world.to_resume and job.end is not None and job.end.state is JobState.CANCELLED
 
 
 def _outcome(world: World, state: JobState) -> Outcome:
@@ -251,7 +257,10 @@ def disturbed(
     job, *others = (part.job(steps=steps) for part in shape.each)
     later = {number: part.after_s for number, part in enumerate(shape.each) if part.after_s}
     fleet = small_fleet(shape)
-    new_world = with_arrays(new_world) if any(part.num_rows for part in shape.each) else new_world
+    has_rows = any(part.num_rows or part.num_trials for part in shape.each)
+    new_world = with_arrays(new_world) if has_rows else new_world
+    if kinds is None and any(part.num_trials for part in shape.each):
+        kinds = WITH_TRIALS
     world = make_world(
         job, fleet, seed=seed, new_world=new_world, others=others, after_s=later, quotas=shape.quotas
     )
@@ -284,7 +293,9 @@ def judge(shape: SimShape, world: World, *, steps: int = 8) -> Outcome:
         state = outcome.history.state_of(job)
         if state is not JobState.FINISHED:
             raise Violated(f"{job} {state}")
-        if _told(part, curve_of(world.log, job)) != _told(part, undisturbed_curve(part, steps)):
+        if part.num_trials:
+            check_trials(outcome.history, job, undisturbed_trials(part, steps))
+        elif _told(part, curve_of(world.log, job)) != _told(part, undisturbed_curve(part, steps)):
             raise Violated(f"the loss curve of {job} is not the undisturbed one")
     return outcome
 
@@ -300,9 +311,20 @@ def _told(shape: SimShape, curve: tuple[StepRecord, ...]) -> tuple[StepRecord, .
 @cache
 def undisturbed_curve(shape: SimShape, steps: int) -> tuple[StepRecord, ...]:
     """Curve that the only job of this shape comes to when nothing happens."""
+    return curve_of(_undisturbed(shape, steps).log)
+
+
+@cache
+def undisturbed_trials(shape: SimShape, steps: int) -> tuple[TrialOutcome, ...]:
+    """Outcomes of the trials of a sweep of this shape when nothing happens and nothing is beside it."""
+    world = _undisturbed(shape, steps)
+    return trial_outcomes(_history(world), _submitted(world))
+
+
+def _undisturbed(shape: SimShape, steps: int) -> World:
     world = make_world(shape.job(steps=steps), small_fleet(shape), seed=0, new_world=with_arrays(World))
     run_to_end(world, limit_s=LIMIT_S)
-    return curve_of(world.log)
+    return world
 
 
 def small_fleet(shape: SimShape) -> FleetShape:

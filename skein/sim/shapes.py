@@ -23,6 +23,7 @@ from skein.config.quota import QuotaSpec, QuotasSpec
 from skein.config.rule import PatternName
 from skein.config.sweep.arrays import array_job
 from skein.config.sweep.rows import ArrayRow, ArraySpec
+from skein.config.sweep.spec import SweepSpec
 from skein.errors import UserError
 from skein.model.families.llama import LlamaModel, LlamaShape
 from skein.model.families.mixtral import MixtralModel, MixtralShape
@@ -34,6 +35,10 @@ from skein.types import Layout
 
 _ROUND_STEPS = 16
 """Local steps of a round of an array."""
+_MOST_ROWS = 3
+"""Rows of an array of a sweep: even few trials are several arrays."""
+_SWEEP_ROUND_STEPS = 24
+"""Local steps of a round of a sweep's array: the last round before a rung is shorter."""
 CHOSEN = CoresetSpec(method="craig", fraction=0.25, refresh_epochs=1, max_overhead=100)
 """Rows of a job that chooses them; however long that takes, it does so every few steps."""
 _HINT = (
@@ -79,6 +84,12 @@ class SimShape:
     """Rows of an array that the job is; 0: it is none."""
     rewinds: bool = False
     """Whether rows that diverge go on once from where their round began."""
+    num_trials: int = 0
+    """Trials of a sweep that the job is; 0: it is none."""
+    num_rungs: int = 0
+    """Rungs after each of which every second trial goes on; 0: all are trained to their end, and none diverges."""
+    is_evaluated: bool = False
+    """Whether trials are compared by their evaluations, and not by their losses."""
     rule: str = ""
     """A word of `RULES`; none: plain sums along `pattern`, and AdamW."""
     priority: int = 0
@@ -139,7 +150,29 @@ class SimShape:
             checkpoint=CheckpointSpec(every_steps=every, keep=2),
             priority=self.priority,
         )
+        if self.num_trials:
+            return self._sweep(job, steps=steps)
         return self._array(job, steps=steps) if self.num_rows else job
+
+    def _sweep(self, trial: JobSpec, *, steps: int) -> JobSpec:
+        """A sweep whose trials make as many local steps as an array of so many rounds."""
+        asked = SweepSpec(
+            search="hyperband" if self.num_rungs else "grid",
+            # Of even seeds some diverge, which a trial that is no row does not.
+            trials=tuple({"seed": at if self.num_rungs else 2 * at + 1} for at in range(self.num_trials)),
+            metric="evaluation_loss" if self.is_evaluated else "loss",
+            eta=2,
+            least_steps=steps * _ROUND_STEPS // 2**self.num_rungs,
+            per_array=_MOST_ROWS,
+            round_steps=_SWEEP_ROUND_STEPS,
+        )
+        changed = {
+            "sweep": asked,
+            "budget": BudgetSpec(steps=steps * _ROUND_STEPS),
+            "on_divergence": "rewind" if self.rewinds else "ignore",
+            "evaluation": trial.evaluation if self.is_evaluated else EvaluationSpec(every_steps=0),
+        }
+        return trial.model_copy(update=changed)
 
     def _array(self, trial: JobSpec, *, steps: int) -> JobSpec:
         """An array of trials, of so many rounds; the last is shorter than the others."""
@@ -190,6 +223,7 @@ def _one(text: str) -> SimShape:
         quota_workers: int | None = None
         quota_running: int | None = None
         num_rows, rewinds = 0, False
+        num_trials, num_rungs, is_evaluated = 0, 0, False
         while words:
             match words.pop(0):
                 case "tied":
@@ -216,6 +250,12 @@ def _one(text: str) -> SimShape:
                     is_sparse = True
                 case "array":
                     num_rows = int(words.pop(0))
+                case "sweep":
+                    num_trials = int(words.pop(0))
+                case "rungs":
+                    num_rungs = int(words.pop(0))
+                case "evaluated":
+                    is_evaluated = True
                 case "rewinds":
                     rewinds = True
                 case "chosen":
@@ -263,6 +303,9 @@ def _one(text: str) -> SimShape:
         after_s=after_s,
         num_rows=num_rows,
         rewinds=rewinds,
+        num_trials=num_trials,
+        num_rungs=num_rungs,
+        is_evaluated=is_evaluated,
     )
 
 
@@ -301,6 +344,19 @@ ARRAYS = tuple(
     )
 )
 """Shapes of arrays of trials, alone and beside other jobs."""
+
+SWEEPS = tuple(
+    shape_of(text)
+    for text in (
+        "line 1x1 sweep 8 rungs 2 on 3",
+        "line 1x1 sweep 7 on 3",
+        "line 1x1 sweep 12 rungs 3 rewinds on 4",
+        "line 1x1 sweep 6 rungs 1 rewinds evaluated on 2",
+        "line 1x1 sweep 8 rungs 3 rewinds on 4 + line 1x1 sweep 5 + line 1x1 array 3",
+        "line 2x2 on 5 + line 1x1 sweep 8 rungs 2",
+    )
+)
+"""Shapes of sweeps, alone and beside other jobs: trials of the first one of `rungs` are ended after some rounds."""
 
 SHAPES = tuple(
     shape_of(text)

@@ -89,6 +89,8 @@ class World(SimService):
         self._num_incarnations = 0
         self.submitted: dict[str, JobSpec] = {}
         """Jobs that clients have handed in, by key."""
+        self.to_resume: set[JobId] = set()
+        """Jobs that somebody has had held or cancelled, and is going to have go on."""
         self.relays: frozenset[WorkerId] = frozenset()
         """Workers that relay, from their next start on."""
         self.has_liars = False

@@ -14,9 +14,9 @@ SEEDS = range(26)
 
 
 def judged(
-    shape: SimShape, seed: int, *, num_faults: int = NUM_FAULTS, kinds: tuple[str, ...] = tuple(FAULTS)
+    shape: SimShape, seed: int, *, num_faults: int = NUM_FAULTS, kinds: tuple[str, ...] | None = tuple(FAULTS)
 ) -> int:
-    """How often committed steps were lost."""
+    """How often committed steps were lost; `kinds`: None for those that the command draws."""
     world = disturbed(shape, seed=seed, num_faults=num_faults, kinds=kinds)
     try:
         judge(shape, world)

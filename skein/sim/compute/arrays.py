@@ -5,7 +5,7 @@ twice, or from elsewhere.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -16,11 +16,12 @@ from skein.protocol.messages.reports import Balance
 from skein.protocol.worker.ops import ApplyOp, ComputeOp, Loss
 from skein.sim.compute.executor import SimExecutor, StageTimes
 from skein.sim.judging.contributions import Judge
-from skein.sim.judging.invariants import Violated, Visits
-from skein.types import StageIndex, WorkerId
+from skein.sim.judging.invariants import Violated, Visits, initial_of
+from skein.types import JobId, StageIndex, WorkerId
 
-_DIVERGES_AT = (21, 40)
-"""Counts of updates after which a row that diverges does: for the first time, and if it goes on after that, again."""
+_DIVERGES_AT = {2: (21, 40), 6: (15, 40)}
+"""By the seed modulo 8, counts of updates after which a row diverges: for the first time, and if it goes on after that,
+again. The latter is the last step of a first round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,12 @@ class SimRow:
     @property
     def diverges(self) -> bool:
         """Whether its next step spoils it."""
-        return self.seed % 4 == 2 and self.count == _DIVERGES_AT[self.num_rewinds]
+        return self.count == _DIVERGES_AT.get(self.seed % 8, (-1, -1))[self.num_rewinds]
+
+    @property
+    def loss(self) -> float:
+        """Loss of its newest step: of this history alone, and better or worse than others' from step to step."""
+        return int(self.chain or "0", 16) / 16**16
 
     def stepped(self) -> "SimRow":
         """The row after one more update."""
@@ -45,7 +51,7 @@ class SimRow:
     def numbers(self, num_tokens: int) -> RowNumbers:
         """Numbers of the row after a step that counted so many tokens."""
         return RowNumbers(
-            loss=1.0 / (1 + self.count) + self.seed,
+            loss=self.loss,
             num_tokens=num_tokens,
             gradient_norm=1.0,
             clip=1.0,
@@ -83,9 +89,31 @@ class SimArrays:
         """Executor that a worker process computes with."""
         return ArrayExecutor(self, worker, flops_per_s)
 
-    def after(self, lineage: str, job: ArrayJob) -> tuple[SimRow, ...]:
-        """Rows after a history of commits; those of none are drawn."""
-        return self._rows.get(lineage) or tuple(SimRow(seed=row.seed) for row in job.rows)
+    def begin(self, lineage: str, job: ArrayJob, origins: Sequence[str | None]) -> None:
+        """An array begins with rows that others have come to after these histories; None: it draws that row.
+
+        Raises:
+            Violated: a row is another trial's, or it begins elsewhere with other rows.
+        """
+        rows = tuple(
+            SimRow(seed=row.seed)
+            if row.origin is None or origin is None
+            else self._rows[origin][row.origin.row]
+            for row, origin in zip(job.rows, origins, strict=True)
+        )
+        if [row.seed for row in rows] != [row.seed for row in job.rows]:
+            raise Violated(f"{rows} are to be the rows {job.rows}")
+        self.commit(lineage, rows)
+
+    def after(self, lineage: str) -> tuple[SimRow, ...]:
+        """Rows after a history of commits.
+
+        Raises:
+            Violated: nobody has come to that.
+        """
+        if lineage not in self._rows:
+            raise Violated(f"no rows are {lineage}")
+        return self._rows[lineage]
 
     def commit(self, lineage: str, rows: tuple[SimRow, ...]) -> None:
         """Rows are what a record has made them.
@@ -125,9 +153,13 @@ class ArrayExecutor(SimExecutor):
         if self._job is None:
             return
         (chunk,) = self.chunks.values()
-        self._rows = self._arrays.after(chunk.lineage, self._job)
+        self._rows = self._arrays.after(chunk.lineage)
         if not self._goes_on(is_carried=bool(chunk.accumulated)):
             self._copy = list(self._rows)
+
+    def begins_rows(self, job: JobId, spec: ArrayJob, origins: Sequence[str | None]) -> None:
+        """The next build begins an array."""
+        self._arrays.begin(initial_of(job), spec, origins)
 
     def _goes_on(self, *, is_carried: bool) -> bool:
         """Whether the copy of the round in progress stays, the ledger being carried over or not."""
@@ -138,9 +170,7 @@ class ArrayExecutor(SimExecutor):
         if self._job is None or not isinstance(outcome, Loss):
             return outcome
         if not op.phase.trains:
-            return replace(
-                outcome, rows=tuple(RowScore(loss_sum=x.seed + 1.0, num_tokens=1) for x in self._rows)
-            )
+            return replace(outcome, rows=tuple(RowScore(loss_sum=x.loss, num_tokens=1) for x in self._rows))
         array = ArrayRound.together([self._local_step(self._job) for _ in range(self._job.array.op_steps)])
         assert array is not None, "an op has a local step"
         return replace(outcome, num_tokens=array.num_tokens, array=array)

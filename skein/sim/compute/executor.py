@@ -5,14 +5,14 @@ has a lineage: a hash over all that was ever applied. So "each visit of a path c
 "replicas are equal" can be checked at every update, independently of what the machines believe.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skein import rng
-from skein.config.job import JobSpec
+from skein.config.job import ArrayJob, JobSpec
 from skein.model.layers import LayerSpec, stage_cost
 from skein.numeric.sketch import SKETCH_LENGTH
 from skein.plan.ops import Direction, Kept
@@ -56,6 +56,7 @@ from skein.types import (
     ChunkRef,
     Generation,
     GroupId,
+    JobId,
     MicrobatchId,
     StageIndex,
     StageSpec,
@@ -253,6 +254,9 @@ class SimExecutor:
 
     def reads(self, stage: StageIndex, files: tuple[str, ...], *, num_walkers: int) -> None:
         """The next build takes a stage from these files of a checkpoint: a lineage says all that is in them."""
+
+    def begins_rows(self, job: JobId, spec: ArrayJob, origins: Sequence[str | None]) -> None:
+        """The next build begins an array whose rows go on from these lineages of others; None: a row is drawn."""
 
     def writes(self, stage: StageIndex, file: str) -> None:
         """A stage is written to a file of a checkpoint."""

@@ -6,7 +6,7 @@ Rules of this file
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,7 @@ from skein.protocol.log.records import (
     RolledBack,
     StepCommitted,
 )
+from skein.protocol.messages.array_rounds import RowNumbers
 from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.directives import (
     Assign,
@@ -43,7 +44,7 @@ from skein.protocol.messages.directives import (
 )
 from skein.protocol.worker.ops import ComputeOp, Op
 from skein.protocol.worker.worker import Worker
-from skein.sim.judging.rows import row_faults
+from skein.sim.judging.rows import begin_faults, row_faults, rows_at_begin
 from skein.types import (
     ChunkRef,
     Epoch,
@@ -178,6 +179,8 @@ class Invariants:
                     (m.worker, m.incarnation) for m in record.members
                 )
             case JobSubmitted():
+                if record.sweep is not None and not self.has_liars:
+                    _check_begin(self._replayed, record)
                 self._branches[record.job] = _Branch(lineages=[initial_of(record.job)])
             case PlanAdopted():
                 self.visits[record.generation] = visits_of(record.plan)
@@ -186,7 +189,10 @@ class Invariants:
                 spec = self._replayed.jobs[record.job].spec
                 branch = self._branches[record.job]
                 if isinstance(spec, ArrayJob) and not self.has_liars:
-                    _check_round(spec, branch.records[-1:], record.record)
+                    before = (
+                        branch.records[-1].rows if branch.records else rows_at_begin(spec, self._replayed)
+                    )
+                    _check_round(spec, before, record.record)
                 self._committed(branch, record.record, num_samples=spec.batch.samples)
             case CoresetChosen():
                 _check_choice(record)
@@ -396,9 +402,15 @@ class Invariants:
         return None if who.job is None else self._branches.get(who.job)
 
 
-def _check_round(job: ArrayJob, before: list[StepRecord], record: StepRecord) -> None:
-    """A round of an array is committed after another, or first."""
-    faults = row_faults(job, before[0].rows if before else (), record.rows)
+def _check_begin(history: History, record: JobSubmitted) -> None:
+    """An array of a sweep begins."""
+    if faults := begin_faults(history, record):
+        raise Violated(f"{record.job}: {faults[0]}")
+
+
+def _check_round(job: ArrayJob, before: Sequence[RowNumbers], record: StepRecord) -> None:
+    """A round of an array is committed."""
+    faults = row_faults(job, before, record.rows)
     if faults:
         raise Violated(f"step {record.step}: {faults[0]}")
 

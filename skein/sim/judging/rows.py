@@ -1,13 +1,61 @@
-"""Rows of an array as the run log has them, round after round."""
+"""Rows of an array as the run log has them, round after round, and from one array to the next."""
 
 from collections.abc import Sequence
 
-from skein.config.job import ArrayJob
+from skein.config.job import ArrayJob, read_spec
+from skein.config.sweep.rows import RowOrigin
+from skein.protocol.log.history import History
+from skein.protocol.log.records import JobSubmitted
 from skein.protocol.messages.array_rounds import RowNumbers
+from skein.types import JobId
+
+_DRAWN = RowNumbers(loss=0.0, num_tokens=0, gradient_norm=0.0, clip=1.0, learning_rate=0.0, num_updates=0)
+
+
+def begin_faults(history: History, record: JobSubmitted) -> list[str]:
+    """Faults of an array of a sweep that begins: where a trial does not go on from all that it has made, once.
+
+    No other array of the sweep has a trial that is in it; none was retired; and each goes on from the newest version of
+    the row that it was last, whatever array that was in, or begins if it was in none.
+    """
+    assert record.sweep is not None, "asked of arrays only"
+    arrays = [history.jobs[job] for job in history.jobs[record.sweep].arrays]
+    spec = read_spec(record.spec)
+    faults = [
+        f"trial {trial} is in {array.job} still"
+        for array in arrays
+        for trial in array.trials
+        if array.end is None and trial in record.trials
+    ]
+    if not isinstance(spec, ArrayJob):
+        begun = {trial for array in arrays for trial in array.trials if array.version}
+        return faults + [f"trial {trial} begins again" for trial in record.trials if trial in begun]
+    for trial, row in zip(record.trials, spec.rows, strict=True):
+        newest = next((x for x in reversed(arrays) if trial in x.trials and x.version), None)
+        place = None if newest is None else (newest.job, newest.version, newest.trials.index(trial))
+        told = None if row.origin is None else (row.origin.job, row.origin.version, row.origin.row)
+        if told != place or row.trial != trial:
+            faults.append(f"trial {trial} goes on from {told}, and was {place} last")
+    faults += [
+        f"row {at} is retired, or has not made {spec.array.first_step} steps: {row}"
+        for at, row in enumerate(rows_at_begin(spec, history))
+        if row.retired or row.num_updates != spec.array.first_step
+    ]
+    return faults
+
+
+def rows_at_begin(job: ArrayJob, history: History) -> tuple[RowNumbers, ...]:
+    """Numbers of the rows that an array begins with."""
+    return tuple(_DRAWN if row.origin is None else _last_of(row.origin, history) for row in job.rows)
+
+
+def _last_of(origin: RowOrigin, history: History) -> RowNumbers:
+    last = history.jobs[JobId(origin.job)].last_commit
+    return _DRAWN if last is None else last.rows[origin.row]
 
 
 def row_faults(job: ArrayJob, before: Sequence[RowNumbers], after: Sequence[RowNumbers]) -> list[str]:
-    """Faults of a round that is committed after another, or first.
+    """Faults of a round that is committed after another, or first; before a first round there may be nothing.
 
     A row makes all steps of a round, but beyond its last; one that was put back has made fewer. A retired one makes
     none, and stays retired.

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from skein.config.job import JobSpec
+from skein.config.job import ArrayJob, JobSpec
+from skein.config.sweep.rows import RowOrigin
 from skein.errors import LocalError, RemoteError, SkeinError, UnfitError
 from skein.protocol.log.records import CheckpointCommitted, num_walkers, walker_of, walker_prefix
 from skein.protocol.messages.directives import Assign, CheckpointFile, ChunkAssignment
@@ -174,6 +175,7 @@ class Builds:
         stage, version = look.stage, look.version
         match look.place:
             case StatePlace.INITIAL:
+                self._begin_rows(worker, assign.job)
                 return initial_of(assign.job)
             case StatePlace.CHECKPOINT:
                 saved = self._saved(worker, assign.job, chunk, version)
@@ -194,6 +196,25 @@ class Builds:
                 if given is None:
                     raise RemoteError("the donor does not hold it")
                 return given
+
+    def _begin_rows(self, worker: SimWorker, job: JobId) -> None:
+        """Have the rows of an array go on from what checkpoints of others have."""
+        spec = self._spec_of(job)
+        if isinstance(spec, ArrayJob):
+            found = [None if row.origin is None else self._origin(row.origin) for row in spec.rows]
+            worker.executor.begins_rows(job, spec, found)
+
+    def _origin(self, origin: RowOrigin) -> str:
+        """Lineage of an array at the version that a row of another goes on from."""
+        job, version = JobId(origin.job), Step(origin.version)
+        saved = self._checkpoint_of(job, version)
+        if reason := self._store.trouble(saved):
+            told = ("from", f"{job}@{version} row {origin.row}", reason)
+            raise UnfitError(*told)
+        ((_, _, lineage),) = (self._store.files[file.name] for part in saved.stages for file in part.files)
+        if not self._invariants.is_of(job, version, lineage):
+            raise Violated(f"{job} at {version} is {lineage}")
+        return lineage
 
     # --- the disk ---
 

@@ -35,7 +35,7 @@ from skein.protocol.log.records import CheckpointCommitted, EpochOpened, Record
 from skein.sim.clock import Clock
 from skein.sim.judging.invariants import Invariants
 from skein.sim.processes.store import Store
-from skein.types import Epoch
+from skein.types import Epoch, Step
 
 APPEND_S = 0.002
 """Seconds of one durable append."""
@@ -286,8 +286,18 @@ class SimService(ABC):
                 self._coordinator_is_down()
             case Log():
                 self.lines.append(f"{self.clock.now:.3f} {command.line}")
-            case PruneCheckpoints() | Append():
+            case PruneCheckpoints():
+                self._prune(command)
+            case Append():
                 pass
+
+    def _prune(self, command: PruneCheckpoints) -> None:
+        """Delete what is older than the newest of what is kept and not in it, and what is wanted no more."""
+        newest = max(command.keep, default=Step(0))
+        saved = [x for x in self.log if isinstance(x, CheckpointCommitted) and x.job == command.job]
+        gone = [x for x in saved if x.version < newest and x.version not in command.keep]
+        gone += [x for x in saved if x.version in command.drop]
+        self.store.delete(gone, but=[x for x in saved if x not in gone])
 
     def _complete(self, term: int, checkpoint: CheckpointCommitted) -> None:
         error = self.store.look(checkpoint)[1] or self.store.refusal()

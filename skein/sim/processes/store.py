@@ -1,5 +1,6 @@
 """Store of simulated checkpoints, shared by all as an object store is; and what befalls it."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from skein.protocol.log.records import CheckpointCommitted
@@ -38,6 +39,14 @@ class Store:
         """Answer nobody for so long."""
         self.has_failed = True
         self._hangs_until = max(self._hangs_until, self._clock.now + seconds)
+
+    def delete(
+        self, checkpoints: Sequence[CheckpointCommitted], *, but: Sequence[CheckpointCommitted]
+    ) -> None:
+        """Have the files of checkpoints be no more, unless these others have them too."""
+        kept = {name for checkpoint in but for name in _names(checkpoint)}
+        for name in {name for checkpoint in checkpoints for name in _names(checkpoint)} - kept:
+            self.files.pop(name, None)
 
     # --- what others see of it ---
 

@@ -142,7 +142,7 @@ class Sweeps:
     ) -> JobSpec:
         """The job that an array is; of a trial that nothing is compared with on the way, its own."""
         asked, trial = asked_of(sweep), stands[0].trial.job
-        if asked.search != "hyperband" and len(stands) == 1 and not first_step:
+        if asked.search != "hyperband" and len(stands) == 1 and stands[0].checkpoint is None:
             return _alone(trial)
         array = ArraySpec(
             rows=tuple(map(_row, stands)),
@@ -266,9 +266,9 @@ class Sweeps:
 
 def _row(stand: TrialStand) -> ArrayRow:
     trial, origin = stand.trial, None
-    if stand.num_steps_saved:
+    # Also where no step counts: a row that was put back to its beginning goes on at another rate.
+    if stand.checkpoint is not None:
         assert stand.array is not None, "saved by it"
-        assert stand.checkpoint is not None, "saved in it"
         origin = RowOrigin(job=stand.array.job, version=stand.checkpoint, row=stand.row)
     return ArrayRow(trial=trial.number, optimizer=trial.job.optimizer, seed=trial.job.seed, origin=origin)
 
