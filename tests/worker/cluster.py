@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar, assert_never
@@ -43,6 +43,7 @@ from skein.wire.channel import PART_BYTES
 from skein.wire.extra import FileData, FileEnd, GetStart, LogLines, ManifestReply, PutReply, PutStart
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, control_pb2, control_pb2_grpc
 from tests.worker.puppet import Context, Running, listening, running, setting
+from worker.process import WorkerSetting
 
 WAIT_S = 200.0
 """Nothing here takes long; this only turns a hang into a failure."""
@@ -104,15 +105,14 @@ class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointSe
         return list({record.record.step: record.record for record in self.all(StepCommitted)}.values())
 
     @asynccontextmanager
-    async def workers(self, *names: str) -> AsyncIterator[list[Running]]:
-        """Workers that die at the end, if they have not left."""
+    async def workers(
+        self, *names: str, adapt: Callable[[WorkerSetting], WorkerSetting] = lambda usual: usual
+    ) -> AsyncIterator[list[Running]]:
+        """Workers, as `adapt` makes them, that die at the end if they have not left."""
+        incarnation = len(self._disk.records)
+        settings = [setting(self.port, name=name, incarnation=f"{name}-{incarnation}") for name in names]
         async with AsyncExitStack() as stack:
-            yield [
-                await stack.enter_async_context(
-                    running(setting(self.port, name=name, incarnation=f"{name}-{len(self._disk.records)}"))
-                )
-                for name in names
-            ]
+            yield [await stack.enter_async_context(running(adapt(x))) for x in settings]
 
     # --- the driver, in short ---
 
