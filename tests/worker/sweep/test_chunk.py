@@ -105,12 +105,12 @@ def test_a_row_that_diverges_is_retired_where_its_round_began_and_no_other_hears
             assert other.rows[row].num_tokens == one.rows[row].num_tokens
         assert "not finite" in other.rows[2].retired
         assert other.rows[2].num_updates == 0
-    assert calm.chunk.rows.num_updates == [12, 12, 12, 12]
-    assert disturbed.chunk.rows.num_updates == [12, 12, 0, 12]
+    assert calm.chunk.held.buffer.num_updates == [12, 12, 12, 12]
+    assert disturbed.chunk.held.buffer.num_updates == [12, 12, 0, 12]
     assert all(torch.isfinite(x).all() for x in disturbed.chunk.state().values())
     if precision is Precision.FP64:
         kept = [0, 1, 3]
-        difference = disturbed.chunk.rows.params[kept] - calm.chunk.rows.params[kept]
+        difference = disturbed.chunk.held.buffer.params[kept] - calm.chunk.held.buffer.params[kept]
         assert float(difference.abs().max()) < 1e-12
 
 
@@ -119,12 +119,12 @@ def test_what_the_last_update_of_a_round_spoils_is_never_a_row() -> None:
     made = held.round()
     assert made.rows[1].retired == PARAMETERS_NOT_FINITE
     assert (made.num_alive, made.rows[1].num_updates) == (3, 0)
-    assert bool(torch.isfinite(held.chunk.rows.params).all())
+    assert bool(torch.isfinite(held.chunk.held.buffer.params).all())
 
 
 def test_a_row_goes_back_once_to_where_its_round_began_and_on_at_half_its_rate() -> None:
     held = Held(wild(2, on_divergence="rewind"))
-    before = held.chunk.rows.params[2].clone()
+    before = held.chunk.held.buffer.params[2].clone()
     first = held.local_steps(0, 1)
     assert (first.rows[2].num_rewinds, first.rows[2].retired, first.rows[2].num_updates) == (1, "", 0)
     third = held.local_steps(2)
@@ -133,8 +133,8 @@ def test_a_row_goes_back_once_to_where_its_round_began_and_on_at_half_its_rate()
     assert last.rows[2].num_rewinds == 1
     assert "not finite" in last.rows[2].retired
     held.chunk.apply(record(0), {})
-    assert torch.equal(held.chunk.rows.params[2], before)
-    assert held.chunk.row_state(2)[FATE].tolist()[0] == 1
+    assert torch.equal(held.chunk.held.buffer.params[2], before)
+    assert held.chunk.held.state_of(2)[FATE].tolist()[0] == 1
 
 
 def test_a_round_that_is_begun_anew_comes_to_the_same_to_the_bit() -> None:
@@ -144,7 +144,7 @@ def test_a_round_that_is_begun_anew_comes_to_the_same_to_the_bit() -> None:
     fenced.chunk.lay_out((), WorkerId("w"))
     assert torch.equal(fenced.chunk.accumulator(GROUP), Held(array_of(0, 1)).chunk.accumulator(GROUP))
     fenced.local_steps(0, 1)
-    assert fenced.chunk.rows.num_updates == [0, 0]
+    assert fenced.chunk.held.buffer.num_updates == [0, 0]
     fenced.local_steps(2, 3)
     assert torch.equal(fenced.chunk.accumulator(GROUP), calm.chunk.accumulator(GROUP))
 
@@ -155,18 +155,18 @@ def test_rows_with_their_fates_go_on_from_what_was_saved() -> None:
     params, rest = held.chunk.copy_for_checkpoint()
     for row in range(4):
         prefix, all_tensors = walker_prefix(row), {**params, **rest}
-        own = {name: all_tensors[f"{prefix}{name}"] for name in held.chunk.row_state(row)}
+        own = {name: all_tensors[f"{prefix}{name}"] for name in held.chunk.held.state_of(row)}
         other.chunk.load_row(row, own)
-    assert other.chunk.going() == [0, 1, 3]
+    assert other.chunk.held.going() == [0, 1, 3]
     moved = Held(wild(2))
     moved.chunk.load_state(held.chunk.copy_state(), version=Step(1))
     for found in (other, moved):
         found.chunk.version = Step(1)
-        assert held.chunk.rows.num_updates == found.chunk.rows.num_updates
-        assert found.round().rows[2].retired == held.chunk.numbers()[2].retired
+        assert held.chunk.held.buffer.num_updates == found.chunk.held.buffer.num_updates
+        assert found.round().rows[2].retired == held.chunk.held.numbers[2].retired
     held.round()
     assert torch.equal(held.chunk.accumulator(GROUP), moved.chunk.accumulator(GROUP))
-    lacking = {name: x for name, x in held.chunk.row_state(0).items() if name != STEP}
+    lacking = {name: x for name, x in held.chunk.held.state_of(0).items() if name != STEP}
     with pytest.raises(LocalError, match=f"row 0: {STEP} should be"):
         other.chunk.load_row(0, lacking)
 
@@ -175,7 +175,7 @@ def test_rows_make_no_step_beyond_their_last() -> None:
     held = Held(array_of(0, 1, last_step=6))
     counts = [held.round().rows[0].num_updates for _ in range(3)]
     assert counts == [4, 6, 6]
-    assert replace(held.chunk.numbers()[0], num_tokens=0).num_updates == 6
+    assert replace(held.chunk.held.numbers[0], num_tokens=0).num_updates == 6
 
 
 def test_rows_come_to_the_same_in_rounds_of_any_length() -> None:
@@ -254,7 +254,7 @@ def test_a_worker_that_is_fenced_goes_on_in_the_midst_of_a_round(ledger: tuple[i
         group=GROUP, attempt=ATTEMPT, digest=joined.digest, squared_norm=0.0, weight=1.0, num_tokens=1
     )
     compute.run(ApplyOp(record=replace(record(0), results=(result,))), {})
-    assert held.chunk.rows.num_updates == [4, 4]
+    assert held.chunk.held.buffer.num_updates == [4, 4]
     compute.forget()
 
 
