@@ -99,9 +99,15 @@ class ArrayChunk(Chunk):
         return self._step(self._reader, op) if op.phase.trains else self._score(self._reader, op)
 
     def _step(self, reader: RowReader, op: LossOp | LossInputOp) -> Loss:
-        if self._round is None:
-            self._round = RowRound(self.held, self.module, self.choices, reader)
-        array = self._round.op(is_last=op.microbatch == self.job.batch.num_microbatches - 1)
+        # Of an op that fails midway nothing may stay: the copy is given up, and made again up to that op; so is what
+        # was read, which may be why.
+        made, self._round, self._reader = self._round, None, None
+        if made is None or made.num_ops != op.microbatch:
+            made = RowRound(self.held, self.module, self.choices, reader)
+            for _ in range(op.microbatch):
+                made.op(reader)
+        array = made.op(reader)
+        self._round, self._reader = made, reader
         loss_sum = exact_sum(row.loss * row.num_tokens for row in array.rows)
         return Loss(loss_sum=loss_sum, num_tokens=array.num_tokens, array=array)
 

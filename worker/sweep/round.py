@@ -35,38 +35,45 @@ class RowRound:
         held: rows as the round begins.
         module: a model like each of theirs.
         choices: knows which pass is the quickest.
-        reader: reads their samples.
+        reader: reads samples that passes are tried with.
     """
 
     def __init__(self, held: HeldRows, module: Stage, choices: PassChoices, reader: RowReader) -> None:
         self._held = held
-        self._reader = reader
         self.numbers = [replace(told, num_tokens=0) for told in held.numbers]
         """Numbers of all rows at the newest local step."""
+        self.num_ops = 0
+        """Ops that the copy is after."""
         self.places = held.going()
         rows = held.buffer.taken(self.places)
         settings = [held.settings_of(row) for row in self.places]
-        self.choice = self._chosen(module, choices, rows)
+        self.choice = self._chosen(module, choices, reader, rows)
         self.array = RowArray.over(module, rows, settings, self.choice.kind)
 
-    def _chosen(self, module: Stage, choices: PassChoices, rows: RowBuffer) -> PassChoice:
+    def _chosen(self, module: Stage, choices: PassChoices, reader: RowReader, rows: RowBuffer) -> PassChoice:
         array = self._held.job.array
         if not self.places or array.fuse == "never":
             return PassChoice(kind=PassKind.LOOPED, speedup=1.0, words="")
-        batch = self._reader.batch(self.places, rows.num_updates)
+        batch = reader.batch(self.places, rows.num_updates)
         least = array.min_speedup if array.fuse == "auto" else 0.0
         return choices.of(module, rows, batch, min_speedup=least)
 
-    def op(self, *, is_last: bool) -> ArrayRound:
-        """Make the local steps of an op; after the last one of a round, what it led to is looked at too."""
-        num_steps = self._held.job.array.op_steps
-        steps = [self._step(is_last=is_last and made == num_steps - 1) for made in range(num_steps)]
+    def op(self, reader: RowReader) -> ArrayRound:
+        """Make the local steps of the next op; after the last one of a round, what it led to is looked at too.
+
+        Where it raises, the copy is of no use any more.
+        """
+        job = self._held.job
+        is_last = self.num_ops == job.batch.num_microbatches - 1
+        num_steps = job.array.op_steps
+        steps = [self._step(reader, is_last=is_last and made == num_steps - 1) for made in range(num_steps)]
+        self.num_ops += 1
         array = ArrayRound.together(steps)
         assert array is not None, "an op has a local step"
         return array
 
-    def _step(self, *, is_last: bool) -> ArrayRound:
-        is_made = self._move()
+    def _step(self, reader: RowReader, *, is_last: bool) -> ArrayRound:
+        is_made = self._move(reader)
         if is_last:
             self._look()
         return ArrayRound(
@@ -76,7 +83,7 @@ class RowRound:
             speedup=self.choice.speedup,
         )
 
-    def _move(self) -> bool:
+    def _move(self, reader: RowReader) -> bool:
         """Have every row that is not at its end make a step; whether there is one."""
         array = self.array
         last_step = self._held.job.array.last_step
@@ -88,7 +95,7 @@ class RowRound:
         self.numbers = [replace(x, num_tokens=0) for x in self.numbers]
         if len(resting) == len(self.places):
             return False
-        batch = self._reader.batch(self.places, array.rows.num_updates)
+        batch = reader.batch(self.places, array.rows.num_updates)
         steps = array.step([batch], resting)
         moved = [place for place in range(len(self.places)) if place not in resting]
         if len(moved) > 1 and all(place in array.frozen for place in moved):

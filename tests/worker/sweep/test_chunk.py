@@ -1,14 +1,17 @@
 """An array as a chunk: rounds on a copy, rows that diverge, and what is saved of them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from skein.config.data.coreset import CoresetSpec
-from skein.config.job import ArrayJob
+from skein.config.job import ArrayJob, BatchSpec
 from skein.config.optimizer import AdamWSpec
 from skein.config.sweep.arrays import array_job
 from skein.config.sweep.rows import ArraySpec
@@ -147,6 +150,42 @@ def test_a_round_that_is_begun_anew_comes_to_the_same_to_the_bit() -> None:
     assert fenced.chunk.held.buffer.num_updates == [0, 0]
     fenced.local_steps(2, 3)
     assert torch.equal(fenced.chunk.accumulator(GROUP), calm.chunk.accumulator(GROUP))
+
+
+class Files(LabelledSamples):
+    """Samples whose files may be out of reach."""
+
+    is_lost = False
+
+    def read_many(self, samples: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        if Files.is_lost:
+            raise UnfitError("data", "files", "lost")
+        return LabelledSamples.read_many(self, samples)
+
+
+def test_an_op_that_fails_midway_leaves_nothing_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Five steps an op, and two in each block of samples that is read, the next one ahead: of the second op a step or
+    # two are made when the files are found lost.
+    array = array_of(0, 1, 2, last_step=20).array
+    whole = trial(0).model_copy(update={"batch": BatchSpec(samples=512, microbatch_samples=512)})
+    job = array_job(whole, array, round_steps=40)
+    assert job.array.op_steps == 5
+    calm, held = Held(job), Held(job)
+    held.chunk.choices = calm.chunk.choices
+    (source,) = held.batches.dataset.sources
+    assert isinstance(source, LabelledSamples)
+    files = Files(samples=source.samples, labels=source.labels, digest=source.digest)
+    held.batches.dataset = replace(held.batches.dataset, sources=(files,))
+    held.local_steps(0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Files, "is_lost", True)
+        with pytest.raises(UnfitError, match="lost"):
+            held.local_steps(1)
+    first, second = calm.local_steps(0), held.local_steps(1)
+    assert second == calm.local_steps(1) != first
+    assert [row.num_tokens for row in second.rows] == [5 * 512] * 3
+    assert held.local_steps(2, 3) == calm.local_steps(2, 3)
+    assert torch.equal(held.chunk.accumulator(GROUP), calm.chunk.accumulator(GROUP))
 
 
 def test_rows_with_their_fates_go_on_from_what_was_saved() -> None:
