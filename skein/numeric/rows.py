@@ -119,6 +119,17 @@ class RowBuffer:
             num_updates=[self.num_updates[row] for row in rows],
         )
 
+    def to(self, device: torch.device) -> "RowBuffer":
+        """The same on a device; itself if it is there."""
+        if self.params.device == device:
+            return self
+        return RowBuffer(
+            layout=self.layout,
+            params=self.params.to(device),
+            state={slot: flat.to(device) for slot, flat in self.state.items()},
+            num_updates=list(self.num_updates),
+        )
+
     def put(self, rows: Sequence[int], others: "RowBuffer") -> None:
         """Have these rows be what `others` are, in that order."""
         places = torch.tensor(rows, dtype=torch.int64, device=self.params.device)

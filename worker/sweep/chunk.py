@@ -33,7 +33,7 @@ from worker.sweep.round import RowRound
 class ArrayChunk(Chunk):
     """The only chunk of an array. Only the torch thread touches it.
 
-    `module` is a model like those of the rows; its parameters are row 0's.
+    `module` is a model like those of the rows; its parameters are those of the first row that makes steps.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class ArrayChunk(Chunk):
 
     def _settle(self) -> None:
         """Rows have become others: what is beside them follows."""
-        self.walker = self.held.buffer.walker(0)
+        if self.held.places:
+            self.walker = self.held.buffer.walker(0)
         for name, param in self.params.items():
             param.data = self.walker.params[name]
         self._round = None
@@ -154,7 +155,7 @@ class ArrayChunk(Chunk):
         done, self._round = self._round, None
         if done is not None:
             self.held.put(done.places, done.array.rows, done.numbers)
-            self.walker = self.held.buffer.walker(0)
+            self._settle()
         self.version = Step(record.step + 1)
 
     # --- state, as it travels and is saved ---

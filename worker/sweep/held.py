@@ -1,6 +1,10 @@
-"""Rows of an array as the last record left them, each with its fate, and as they travel and are saved."""
+"""Rows of an array as the last record left them, each with its fate, and as they travel and are saved.
 
-from collections.abc import Mapping
+A row that makes no more steps leaves the buffer at a round's end: the device has room for those that do, and the host
+keeps what it was.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -20,10 +24,11 @@ _REASONS = ("", *REASONS)
 """By the number under which a reason is saved."""
 RATE_RATIO = 0.5
 """Share of its learning rate that a row goes on with after it was put back."""
+_HOST = torch.device("cpu")
 
 
 class HeldRows:
-    """Rows of an array in one buffer, and what each has come to.
+    """Rows of an array: those that make steps in one buffer, the others by themselves, and what each has come to.
 
     Args:
         job: the array.
@@ -32,7 +37,13 @@ class HeldRows:
 
     def __init__(self, job: ArrayJob, buffer: RowBuffer) -> None:
         self.job = job
+        self.device = buffer.params.device
+        """Device that rows are computed on."""
         self.buffer = buffer
+        """The rows of `places`, in that order."""
+        self.places = list(range(len(buffer)))
+        self._left: dict[int, RowBuffer] = {}
+        """Rows that have left the buffer, each alone."""
         self.numbers = [_nothing_yet(count) for count in buffer.num_updates]
         """Numbers of each row as they were last."""
 
@@ -47,11 +58,6 @@ class HeldRows:
 
     def __len__(self) -> int:
         return len(self.numbers)
-
-    @property
-    def device(self) -> torch.device:
-        """Device that rows are computed on."""
-        return self.buffer.params.device
 
     # --- what rows do ---
 
@@ -70,18 +76,35 @@ class HeldRows:
 
     def params_of(self, row: int) -> Tensors:
         """Parameters of a row by name, on the device."""
-        return self.buffer.layout.views(self.buffer.params[row])
+        return {name: x.to(self.device) for name, x in self._walker(row).params.items()}
 
-    def put(self, rows: list[int], others: RowBuffer, numbers: list[RowNumbers]) -> None:
+    def taken(self, rows: Sequence[int]) -> RowBuffer:
+        """Copies of rows that make steps, in this order."""
+        return self.buffer.taken([self.places.index(row) for row in rows])
+
+    def put(self, rows: Sequence[int], others: RowBuffer, numbers: Sequence[RowNumbers]) -> None:
         """Have these rows be what `others` are, in that order; `numbers` are those of all rows."""
-        self.buffer.put(rows, others)
+        self.buffer.put([self.places.index(row) for row in rows], others)
         self.numbers = list(numbers)
+        self._pack()
+
+    def _pack(self) -> None:
+        """Have rows leave the buffer that make no more steps."""
+        going = self.going()
+        for row in [row for row in self.places if row not in going]:
+            self._left[row] = self.taken([row]).to(_HOST)
+        if len(going) < len(self.places):
+            self.buffer, self.places = self.taken(going), going
+
+    def _walker(self, row: int) -> Walker:
+        left = self._left.get(row)
+        return self.buffer.walker(self.places.index(row)) if left is None else left.walker(0)
 
     # --- state ---
 
     def state_of(self, row: int) -> dict[str, Tensor]:
         """Tensors of one row by name, its count of updates and its fate among them."""
-        walker, told = self.buffer.walker(row), self.numbers[row]
+        walker, told = self._walker(row), self.numbers[row]
         fate = torch.tensor([told.num_rewinds, _REASONS.index(told.retired)])
         count = torch.tensor(walker.num_updates, dtype=torch.int64)
         return {**walker.params, **by_name(walker.state, walker.state.keys()), STEP: count, FATE: fate}
@@ -104,8 +127,13 @@ class HeldRows:
         for name in targets.keys() - {STEP, FATE}:
             targets[name].copy_(state[name])
         count = int(state[STEP])
-        self.buffer.num_updates[row] = count
         self.numbers[row] = replace(_nothing_yet(count), num_rewinds=num_rewinds, retired=_REASONS[reason])
+        if row in self._left:
+            # What it goes on from is older than its end, or it leaves again.
+            self.buffer = RowBuffer.joined([self.buffer, self._left.pop(row).to(self.device)])
+            self.places.append(row)
+        self.buffer.num_updates[self.places.index(row)] = count
+        self._pack()
 
 
 def _nothing_yet(num_updates: int) -> RowNumbers:

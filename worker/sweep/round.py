@@ -3,7 +3,7 @@
 Rules of this file
 - What a local step computes depends on a row's state alone: a round is a function of the rows that it began from.
 - A row that diverges is put back to where its round began: it is retired there, or goes on from there at half its rate.
-- Rows that make no more steps are not in the copy, so that nothing is computed for them.
+- Rows that make no more steps are not in the copy: nothing is computed for them.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class RowRound:
         self.num_ops = 0
         """Ops that the copy is after."""
         self.places = held.going()
-        rows = held.buffer.taken(self.places)
+        rows = held.taken(self.places)
         settings = [held.settings_of(row) for row in self.places]
         self.choice = self._chosen(module, choices, reader, rows)
         self.array = RowArray.over(module, rows, settings, self.choice.kind)
@@ -133,7 +133,7 @@ class RowRound:
         before = self.numbers[row]
         may_rewind = held.job.array.on_divergence == "rewind" and not before.num_rewinds
         ratio = RATE_RATIO if may_rewind else None
-        self.array.put(place, held.buffer, row, rate_ratio=ratio)
+        self.array.put(place, held.taken([row]), 0, rate_ratio=ratio)
         self.numbers[row] = replace(
             before,
             num_updates=held.numbers[row].num_updates,
