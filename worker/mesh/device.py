@@ -20,10 +20,9 @@ from skein.config.job import read_spec
 from skein.config.mesh.tensor import MeshForm
 from skein.errors import LocalError
 from skein.plan.pieces.choice import TimedRows
-from skein.plan.pieces.lanes import Pieces
 from worker.compute.payload import CHOICES, GRADIENTS, LABELS, WEIGHTS, crossed, crossing, tensor_if_any
 from worker.mesh.forms.boundary import LOSS, tells
-from worker.mesh.forms.cuts import cut_of
+from worker.mesh.forms.cuts import AnyCut, ShareCut, cut_of, partial_by_layer
 from worker.mesh.forms.grid import Grid, GridShare
 from worker.mesh.forms.sequence import SequenceShare
 from worker.mesh.frames import (
@@ -63,6 +62,7 @@ class _Visited:
 
     stage: Stage
     form: MeshForm
+    share: Share
     given: Crossing
     made: tuple[Tensor, ...]
 
@@ -181,6 +181,10 @@ class DeviceShare:
         )
         for parameter in stage.parameters():
             parameter.grad = torch.zeros_like(parameter)
+        parameters = dict(stage.named_parameters())
+        share.sum_beside(
+            [[parameters[x] for x in names] for names in partial_by_layer(list(parameters), asked.form)]
+        )
         self._kept.stages[asked.chunk] = stage
         self._kept.forms[asked.chunk] = asked.form
         self._kept.shares[asked.chunk] = share
@@ -203,8 +207,8 @@ class DeviceShare:
     def _visit(self, asked: VisitAsk, tensors: Mapping[str, Tensor]) -> Answered:
         stage, form = self._kept.stages[asked.chunk], self._kept.forms[asked.chunk]
         given, labels = crossed(tensors), tensors.get(LABELS)
-        forward, backward = asked.pieces
-        self._kept.shares[asked.chunk].pieces = Pieces(forward=forward, backward=backward)
+        share = self._kept.shares[asked.chunk]
+        share.pieces = asked.pieces
         with (
             torch.set_grad_enabled(asked.ticket is not None),
             stage.junction.visited(asked.num_valid, tensors.get(CHOICES)) as microbatch,
@@ -220,7 +224,9 @@ class DeviceShare:
                 boundary, num_tokens = stage.onward(given, labels), 0
                 made, tensors_made = boundary.differentiable, crossing(boundary.detached())
         if asked.ticket is not None:
-            self._kept.visits[asked.ticket] = _Visited(stage=stage, form=form, given=given, made=made)
+            self._kept.visits[asked.ticket] = _Visited(
+                stage=stage, form=form, share=share, given=given, made=made
+            )
         answer = DeviceAnswer(
             num_tokens=num_tokens,
             balance_losses=tuple(microbatch.losses),
@@ -270,6 +276,8 @@ class DeviceShare:
             self._kept.pending[asked.ticket] = visited.stage.put_aside(visited.made, gradients)
         else:
             visited.stage.add_gradients(visited.made, gradients)
+        if visited.share.idle_sums is not None:
+            visited.share.idle_sums.finish()
         found = zip(GRADIENTS, visited.given.differentiable, strict=False)
         return self._told({name: x.grad for name, x in found if x.grad is not None}, visited.form)
 
@@ -284,7 +292,7 @@ class DeviceShare:
         given, form = {}, self._kept.forms[chunk]
         for name, parameter in self._kept.stages[chunk].named_parameters():
             assert parameter.grad is not None
-            if self._index == 0 or cut_of(name, form).comes_from_all:
+            if self._index == 0 or _is_own(parameter.grad, cut_of(name, form)):
                 given[name] = parameter.grad.to("cpu", copy=True)
             parameter.grad.zero_()
         return given
@@ -303,3 +311,11 @@ class DeviceShare:
             kept.stages.pop(chunk, None)
             kept.forms.pop(chunk, None)
             kept.shares.pop(chunk, None)
+
+
+def _is_own(gradient: Tensor, cut: AnyCut) -> bool:
+    """Whether a device other than the first has anything of the gradient that no other has."""
+    if cut is ShareCut.PARTIAL:
+        # All may be summed already, and with the first device.
+        return bool(gradient.any())
+    return cut.comes_from_all

@@ -16,6 +16,7 @@ from torch import Tensor
 from skein.config.mesh.tensor import MeshForm
 from skein.errors import LocalError
 from skein.plan.pieces.choice import TimedRows
+from skein.plan.pieces.lanes import Pieces
 from skein.spec import Spec
 from skein.types import StageIndex, StageSpec
 from skein.wire.extra import DType, TensorMeta
@@ -78,8 +79,8 @@ class VisitAsk(Spec):
     """Go through the stage, to its loss if `scores`, with the boundary that comes along.
 
     What the way back needs is kept under `ticket`; None: nothing is. `follows`: the input gets a gradient. `num_valid`:
-    tokens of the microbatch that have a label, for experts; None: outside of training. `pieces`: numbers of those in
-    which rows go to experts, and their gradients on the way back.
+    tokens of the microbatch that have a label, for experts; None: outside of training. `pieces`: those in which rows
+    go to experts, and their gradients on the way back.
     """
 
     kind: Literal["visit"] = "visit"
@@ -88,7 +89,7 @@ class VisitAsk(Spec):
     follows: bool
     scores: bool
     num_valid: int | None
-    pieces: tuple[int, int] = (1, 1)
+    pieces: Pieces = Pieces()
 
 
 class TimeRowsAsk(Spec):

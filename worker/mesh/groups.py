@@ -32,6 +32,7 @@ _WORDS = {
     Collective.SPREAD: "spreading",
     Collective.REDUCE: "a reduced sum",
     Collective.EXCHANGE: "an exchange",
+    Collective.GRADIENT: "a sum of gradients",
 }
 
 
@@ -53,9 +54,30 @@ class ArrivingRows:
         Raises:
             SumBrokenError: a device is gone.
         """
-        with _broken("an exchange"):
+        with _broken(_WORDS[Collective.EXCHANGE]):
             self._work.wait()
         return self._arriving
+
+
+class ArrivingGradients:
+    """A sum of gradients under way, in the place of this device's own. `traffic` counts how long it is waited for."""
+
+    def __init__(self, work: Work, tensor: Tensor, traffic: CollectiveCount) -> None:
+        self._work = work
+        self._tensor = tensor
+        self._traffic = traffic
+
+    def wait(self) -> Tensor:
+        """The sum, once it is made.
+
+        Raises:
+            SumBrokenError: a device is gone.
+        """
+        began_s = time.perf_counter()
+        with _broken(_WORDS[Collective.GRADIENT]):
+            self._work.wait()
+        self._traffic.waited_s += time.perf_counter() - began_s
+        return self._tensor
 
 
 class _Collectives(Protocol):
@@ -114,6 +136,16 @@ class DeviceGroup:
         """
         with self._counted(Collective.SUM, 2 * tensor.numel() * (self.size - 1) // self.size):
             self._backend.allreduce([tensor]).wait()
+
+    def begin_sum(self, tensor: Tensor) -> ArrivingGradients:
+        """Begin to make of a contiguous tensor the sum of all devices' tensors.
+
+        Raises:
+            SumBrokenError: a device is gone.
+        """
+        with self._counted(Collective.GRADIENT, 2 * tensor.numel() * (self.size - 1) // self.size):
+            work = self._backend.allreduce([tensor])
+        return ArrivingGradients(work, tensor, self._traffic)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Contiguous tensors of one shape of all devices, in their order, along the first dim.
@@ -177,7 +209,7 @@ class DeviceGroup:
         began_s = time.perf_counter()
         with _broken(_WORDS[kind]):
             yield
-        if kind is not Collective.EXCHANGE:
+        if kind.is_waited_for:
             self._traffic.waited_s += time.perf_counter() - began_s
 
 

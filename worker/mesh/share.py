@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skein.plan.pieces.lanes import Pieces
 from worker.mesh.forms.cuts import portion_of
 from worker.mesh.passing import as_it_is, passed
+from worker.mesh.pieces.idle import ArrivingSum, IdleSums
 from worker.mesh.pieces.meter import Meter
 from worker.model.base import linears
 from worker.model.ops import embedding, rms_norm
@@ -40,6 +41,8 @@ class SumGroup(Protocol):
 
     def sum_in_place(self, tensor: Tensor) -> None: ...
 
+    def begin_sum(self, tensor: Tensor) -> ArrivingSum: ...
+
     def gather(self, tensor: Tensor) -> Tensor: ...
 
     def scatter_sum(self, whole: Tensor) -> Tensor: ...
@@ -60,6 +63,8 @@ class Share:
         """Time that layers of experts take; whoever tells of it puts their own here."""
         self.pieces = Pieces()
         """Pieces in which tokens go to experts on other devices; whoever asks for a visit says so first."""
+        self.idle_sums: IdleSums | None = None
+        """Sums of gradients beside layers of experts, where there are any."""
 
     @property
     def size(self) -> int:
@@ -75,6 +80,10 @@ class Share:
     def num_parts(self) -> int:
         """Parts that a sequence is in between blocks' halves."""
         return 1
+
+    def sum_beside(self, layers: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Sum gradients beside layers of experts from now on, as of `IdleSums`."""
+        self.idle_sums = None if self._group is None else IdleSums(self._group, layers)
 
     def rows(self, num_rows: int) -> range:
         """Rows that this device has of a matrix over the vocabulary; shares may differ by one."""

@@ -159,16 +159,16 @@ class MeshStage:
         num_tokens = given.hidden.shape[:2].numel()
         ticket = _Ticket(self, self._mesh, boundary, num_tokens) if torch.is_grad_enabled() else None
         microbatch = self.junction.microbatch
+        self._piecing.time_sums(chunk, num_tokens)
         pieces = self._piecing.pieces(chunk, num_tokens)
         sent |= tensor_if_any(CHOICES, None if microbatch is None else microbatch.told)
-        self._piecing.time_sums(chunk, num_tokens)
         asked = VisitAsk(
             chunk=chunk,
             ticket=None if ticket is None else ticket.number,
             follows=given.hidden.requires_grad,
             scores=scores,
             num_valid=None if microbatch is None else microbatch.num_valid,
-            pieces=(pieces.forward, pieces.backward),
+            pieces=pieces,
         )
         answers = self._mesh.ask_each([(asked, part) for part in boundary.cut(sent)])
         answer, found = answers[0][0], boundary.join([told for _, told in answers])

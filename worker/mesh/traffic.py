@@ -20,6 +20,13 @@ class Collective(StrEnum):
     """The sum is with one of them; what others send counts as elements of theirs."""
     EXCHANGE = "exchange"
     """Each has rows from each."""
+    GRADIENT = "gradient"
+    """All have the sum, which was under way beside exchanges."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether devices do nothing else meanwhile."""
+        return self not in (Collective.EXCHANGE, Collective.GRADIENT)
 
 
 class CollectiveCount:
@@ -29,7 +36,7 @@ class CollectiveCount:
         self.counts: Counter[Collective] = Counter()
         self.elements: Counter[Collective] = Counter()
         self.waited_s = 0.0
-        """Seconds that the device has waited for them; not for exchanges, beside which it computes."""
+        """Seconds that the device has waited for them; not for what it computes beside, as long as it does."""
 
     def count(self, kind: Collective, num_elements: int) -> None:
         """Add one."""

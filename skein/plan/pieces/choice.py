@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from skein.plan.pieces.lanes import LayerWork, Pieces, Work, best_pieces, end_s
+from skein.plan.pieces.lanes import LayerWork, Pieces, Work, best_pieces, end_s, idle_s
 from skein.plan.pieces.line import LEAST_SIZES, TimeLine, fitted_line
 
 OFF_BY = 0.15
@@ -85,11 +85,15 @@ class ExpertLines:
         )
 
     def pieces(self, num_rows: int) -> Pieces:
-        """Numbers of pieces with which a layer of so many rows ends earliest."""
+        """Numbers of pieces with which a layer of so many rows ends earliest; sums beside it are not in them yet."""
         return Pieces(
             forward=best_pieces(self.layer(num_rows, is_forward=True)),
             backward=best_pieces(self.layer(num_rows, is_forward=False)),
         )
+
+    def idle_s(self, num_rows: int, pieces: Pieces) -> float:
+        """Seconds that exchanges of such a layer leave their lane idle for on the way back."""
+        return idle_s(self.layer(num_rows, is_forward=False), pieces.backward)
 
     def end_s(self, num_rows: int, pieces: Pieces, *, is_forward: bool) -> float:
         """Seconds of a layer of so many rows in these pieces, one way."""

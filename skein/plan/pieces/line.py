@@ -20,6 +20,18 @@ class TimeLine:
         """Seconds that one call of this size takes."""
         return self.alpha_s + self.beta_s * size
 
+    def size_within(self, seconds: float, most: int) -> int:
+        """Largest size, up to `most`, of a call that takes no longer; 0 where none does.
+
+        >>> line = TimeLine(alpha_s=2.0, beta_s=0.5)
+        >>> [line.size_within(seconds, 100) for seconds in (1.0, 3.2, 1000.0)]
+        [0, 2, 100]
+        """
+        left_s = seconds - self.alpha_s
+        if left_s < 0:
+            return 0
+        return int(left_s / self.beta_s) if left_s < self.beta_s * most else most
+
 
 def fitted_line(sizes: Sequence[float], seconds: Sequence[float]) -> TimeLine:
     """TimeLine of least squares whose `alpha_s` and `beta_s` are no less than 0.

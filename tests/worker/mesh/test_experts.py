@@ -69,6 +69,12 @@ def qwen() -> SparseModel:
     )
 
 
+def deep(model: SparseModel) -> SparseModel:
+    """The same, with three blocks."""
+    assert model.shape is not None
+    return model.model_copy(update={"shape": model.shape.model_copy(update={"num_hidden_layers": 3})})
+
+
 MODELS: dict[str, SparseModel] = {
     "top 2": mixtral(),
     "qwen": qwen(),
@@ -91,9 +97,9 @@ class Trained:
 
 
 @contextmanager
-def in_pieces(mesh: Mesh, forward: int, backward: int) -> Iterator[None]:
+def in_pieces(mesh: Mesh, forward: int, backward: int, num_summed: int = 0) -> Iterator[None]:
     """So many, whatever devices measure."""
-    mesh.pieces = Pieces(forward=forward, backward=backward)
+    mesh.pieces = Pieces(forward=forward, backward=backward, num_summed=num_summed)
     try:
         yield
     finally:
@@ -199,7 +205,9 @@ def test_pieces_are_chosen_by_what_devices_measure(four: Mesh, caplog: pytest.Lo
     # Twelve tokens are too few for a line; ninety-six are measured for once.
     (told,) = [x.getMessage() for x in caplog.records if "experts of" in x.getMessage()]
     assert re.match(
-        r"stage=0 experts of 96 rows a device in \d+ pieces forward, \d+ backward: exchange ", told
+        r"stage=0 experts of 96 rows a device in \d+ pieces forward, \d+ backward,"
+        r" room to sum \d+ elements: exchange ",
+        told,
     )
     assert told.count("(R2 ") == 3
 
@@ -217,6 +225,38 @@ def test_times_of_sums_and_exchanges_are_told_beside_what_is_predicted(four: Mes
         LaneKind.A2A: 4,
     }
     assert all(four.times.predicted_s[kind] > 0 and four.times.measured_s[kind] > 0 for kind in LaneKind)
+
+
+# Of each block 192 elements of the router; of qwen's 160, and 32 of norms of heads.
+@pytest.mark.parametrize("name", ["top 2", "qwen"])
+@pytest.mark.parametrize(
+    ("room", "summed"), [(0, []), (100, [100, 100]), (150, [150, 150]), (250, [192, 192]), (1, [1, 1])]
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_are_summed_beside_layers_of_experts_as_far_as_there_is_room(
+    four: Mesh, name: str, room: int, summed: list[int], size: int
+) -> None:
+    model = deep(MODELS[name])
+    alone, shared = zeroed(part(model, 1, 4)), zeroed(part(model, 1, 4))
+    stage = MeshStage(four, job_of(model, size), shared)
+    with in_pieces(four, 1, 2, room):
+        for _ in range(2):
+            before, come = counted(four), four.traffic.elements[Collective.GRADIENT]
+            x = torch.randn(2, NUM_TOKENS, 32, dtype=torch.float64)
+            for module in (alone, stage):
+                given = Crossing(x.clone()).followed(is_sample=False)
+                with module.junction.visited(NUM_VALID):
+                    y = module.onward(given, None).hidden
+                torch.autograd.backward(y, torch.ones_like(y))
+            # Beside the last of three layers there is nothing yet; each other has that of the layer after.
+            assert counted(four, before).get(Collective.GRADIENT, 0) == len(summed)
+            assert four.traffic.elements[Collective.GRADIENT] - come == sum(
+                2 * num * (size - 1) // size for num in summed
+            )
+    stage.gather_sums()
+    expected = sums(alone)
+    for parameter, gradient in sums(shared).items():
+        assert_near(gradient, expected[parameter], tolerance=GRADIENT_ROUNDING, what=parameter)
 
 
 def test_weight_gradients_of_experts_wait_at_their_devices(four: Mesh) -> None:

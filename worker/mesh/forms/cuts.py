@@ -9,6 +9,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import assert_never
 
 from torch import Tensor
@@ -103,6 +104,7 @@ _CUTS = {
     r"\w+\.experts\..+": ShareCut.ONE,
 }
 _IN_BLOCK = re.compile(r"model\.layers\.\d+\.(.+)")
+_BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"model\.layers\.\d+\.\w+\.experts\.(\d+)\..+")
 _NORMS = re.compile(r"model\.(layers\.\d+\.\w+_layernorm|norm)\.weight")
 """Norms of what goes on from one half of a block to the next."""
@@ -128,6 +130,25 @@ def is_held(name: str, index: int, size: int, num_experts: int) -> bool:
     """
     found = _EXPERT.fullmatch(name)
     return found is None or size == 1 or int(found[1]) in portion_of(num_experts, index, size)
+
+
+def partial_by_layer(names: Sequence[str], form: MeshForm) -> list[tuple[str, ...]]:
+    """Parameters of which each device has a part of the gradient, by the layers of experts, the last layer first.
+
+    Those whose gradients are made before the way back through that layer, and after that through the layer before. None
+    are of the blocks up to the first layer's: nothing follows theirs.
+
+    >>> names = [f"model.layers.{block}.mlp.{x}.weight" for block in (0, 1) for x in ("gate", "experts.0.up_proj")]
+    >>> partial_by_layer([*names, "model.norm.weight"], MeshForm(size=2, in_sequence=True))
+    [('model.norm.weight',), ('model.layers.1.mlp.gate.weight',)]
+    """
+    blocks = {name: int(found[1]) for name in names if (found := _BLOCK.match(name))}
+    layers = sorted({blocks[name] for name in names if _EXPERT.fullmatch(name)}, reverse=True)
+    partial = [name for name in names if cut_of(name, form) is ShareCut.PARTIAL]
+    return [
+        tuple(name for name in partial if layer < blocks.get(name, math.inf) <= above)
+        for above, layer in pairwise([math.inf, *layers])
+    ]
 
 
 def cut_of(name: str, form: MeshForm) -> AnyCut:

@@ -6,6 +6,7 @@ Rules of this file
 """
 
 import logging
+from dataclasses import replace
 
 from skein.config.mesh.tensor import MeshForm
 from skein.model.decoder import DecoderModel, decoder_shape
@@ -18,7 +19,6 @@ from skein.plan.pieces.line import TimeLine, fitted_line
 from skein.types import StageSpec
 from worker.mesh.frames import DeviceAnswer, Metered, TimeRowsAsk, TimeSumsAsk
 from worker.mesh.mesh import Mesh
-from worker.mesh.traffic import Collective
 
 _log = logging.getLogger(__name__)
 
@@ -100,8 +100,7 @@ class Piecing:
         answers = self._mesh.ask(self._form.size, TimeSumsAsk(chunk=chunk, num_elements=sizes))
         slowest_s = [max(same) for same in zip(*(answer.sum_times for answer, _ in answers), strict=True)]
         # Collectives of all kinds are counted by what comes to a device.
-        come = [2 * size * (self._form.size - 1) // self._form.size for size in sizes]
-        self._sums = fitted_line(come, slowest_s)
+        self._sums = fitted_line([self._come(size) for size in sizes], slowest_s)
         _log.info(
             "stage=%d sums take %.0f us + %.3g us for a thousand elements that come (R2 %.3f)",
             self._stage.index,
@@ -111,11 +110,11 @@ class Piecing:
         )
 
     def observe_sums(self, answer: DeviceAnswer) -> None:
-        """Collectives of an op other than exchanges took so long."""
+        """Collectives of an op that its devices wait for took so long."""
         if self._sums is None or not answer.metered.waited_s:
             return
         num, come = (
-            sum(count for kind, count in counts.items() if kind is not Collective.EXCHANGE)
+            sum(count for kind, count in counts.items() if kind.is_waited_for)
             for counts in (answer.collectives, answer.elements)
         )
         self._mesh.times.add(
@@ -124,6 +123,17 @@ class Piecing:
             predicted_s=num * self._sums.alpha_s + come * self._sums.beta_s,
             measured_s=answer.metered.waited_s,
         )
+
+    def _come(self, num_elements: int) -> int:
+        """Elements that come to a device with a sum of so many."""
+        return 2 * num_elements * (self._form.size - 1) // self._form.size
+
+    def _num_summed(self, num_tokens: int, idle_s: float) -> int:
+        """Elements whose sum takes no longer than that, of as many as sums were measured for."""
+        if self._sums is None:
+            return 0
+        come = self._sums.size_within(idle_s, self._come(num_tokens * self._num_features))
+        return come * self._form.size // (2 * (self._form.size - 1))
 
     def _num_rows(self, num_tokens: int) -> int:
         """Rows of one device, if experts are chosen evenly."""
@@ -138,7 +148,9 @@ class Piecing:
         answers = self._mesh.ask(self._form.size, TimeRowsAsk(chunk=chunk, num_rows=sizes))
         times = [answer.row_times for answer, _ in answers]
         lines = ExpertLines.of(slowest(times))
-        self._lines[num_tokens], self._chosen[num_tokens] = lines, lines.pieces(num_rows)
+        pieces = lines.pieces(num_rows)
+        pieces = replace(pieces, num_summed=self._num_summed(num_tokens, lines.idle_s(num_rows, pieces)))
+        self._lines[num_tokens], self._chosen[num_tokens] = lines, pieces
         self._tell(num_rows, lines, self._chosen[num_tokens])
 
     def _tell(self, num_rows: int, lines: ExpertLines, pieces: Pieces) -> None:
@@ -148,10 +160,11 @@ class Piecing:
             for name, line in every.items()
         )
         _log.info(
-            "stage=%d experts of %d rows a device in %d pieces forward, %d backward: %s",
+            "stage=%d experts of %d rows a device in %d pieces forward, %d backward, room to sum %d elements: %s",
             self._stage.index,
             num_rows,
             pieces.forward,
             pieces.backward,
+            pieces.num_summed,
             told,
         )

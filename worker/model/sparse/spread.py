@@ -22,6 +22,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from skein.plan.pieces.choice import TimedRows
+from skein.plan.pieces.lanes import Pieces
 from worker.mesh.forms.cuts import portion_of
 from worker.mesh.pieces.tokens import TokenShare
 from worker.mesh.share import Arriving, Share
@@ -181,10 +182,15 @@ def there_and_back(
     share: Share,
     compute: Callable[[Piece, Tensor], Tensor],
     meanwhile: Callable[[], None] = lambda: None,
+    sum_idly: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Rows that experts make of others, as `compute` does on their device; `meanwhile` is called as the last travel."""
+    """Rows that experts make of others, as `compute` does on their device.
+
+    `sum_idly` is called once all are on their way there, and may begin what fits in before the way back; `meanwhile` as
+    the last travel back.
+    """
     with share.meter.layer():
-        return _travelled(rows_SD, pieces, share, compute, meanwhile)
+        return _travelled(rows_SD, pieces, share, compute, meanwhile, sum_idly)
 
 
 def _travelled(
@@ -193,11 +199,13 @@ def _travelled(
     share: Share,
     compute: Callable[[Piece, Tensor], Tensor],
     meanwhile: Callable[[], None],
+    sum_idly: Callable[[], None],
 ) -> Tensor:
     coming = [
         share.exchange(_part(rows_SD, piece.sent_rows).contiguous(), piece.num_sent, piece.num_received)
         for piece in pieces
     ]
+    sum_idly()
     going: list[Arriving] = []
     for piece, arriving in zip(pieces, coming, strict=True):
         arrived_PD = arriving.wait()
@@ -217,7 +225,7 @@ def _travelled(
 class _Context(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
     rows: SpreadRows
-    num_pieces: int
+    pieces: Pieces
     share: Share
     tray: Tray
 
@@ -242,7 +250,7 @@ class _Spread(Function):
 
         y_SD = there_and_back(x_SD, rows.pieces(share.pieces.forward), share, compute)
         ctx.save_for_backward(x_RD.whole, gate_RO.whole, up_RO.whole, *weights)
-        ctx.rows, ctx.num_pieces, ctx.share, ctx.tray = rows, share.pieces.backward, share, tray
+        ctx.rows, ctx.pieces, ctx.share, ctx.tray = rows, share.pieces, share, tray
         return y_SD
 
     @staticmethod
@@ -264,8 +272,12 @@ class _Spread(Function):
             num_rows = _counts(ctx.rows.experts_R, ctx.rows.num_own_experts)
             made.extend(_weight_gradients(kept, grads, weights, num_rows, ctx.tray))
 
-        pieces = ctx.rows.pieces(ctx.num_pieces)
-        grad_x_SD = there_and_back(grad_SD.contiguous(), pieces, ctx.share, compute, add_weights)
+        def sum_idly() -> None:
+            if ctx.share.idle_sums is not None:
+                ctx.share.idle_sums.begin(ctx.pieces.num_summed)
+
+        pieces = ctx.rows.pieces(ctx.pieces.backward)
+        grad_x_SD = there_and_back(grad_SD.contiguous(), pieces, ctx.share, compute, add_weights, sum_idly)
         return grad_x_SD, None, None, None, *made
 
 
