@@ -36,6 +36,8 @@ JOB_FILE = "compose-text.yaml"
 TRIALS_FILE = "sweep.yaml"
 NUM_TRIALS = 8
 NUM_WORKERS = 4
+ONE_DEVICE, MESH = "cpu", "cpu:2"
+"""Devices of a worker: the first one is a mesh."""
 NUM_STEPS = 40
 NUM_MORTAL_STEPS = 80
 MORTAL = (
@@ -46,7 +48,7 @@ MORTAL = (
 )
 """Settings of jobs during which somebody dies: two of them have the whole fleet."""
 RULES = (
-    ("model={family: mixtral, preset: mixtral-1m, routing: {capacity: 1.25}}",),
+    ("model={family: mixtral, preset: mixtral-1m, placement: mesh, routing: {capacity: 1.25}}",),
     ("aggregation.rule=diloco", "aggregation.local_steps=5"),
     ("aggregation.rule=lsgd", "aggregation.local_every_steps=5", "aggregation.global_every_steps=10"),
 )
@@ -178,9 +180,11 @@ class Services:
     def build(self) -> None:
         self.compose("build", "coordinator", "worker", limit_s=BUILD_S)
 
-    def up(self) -> None:
-        scale = f"worker={NUM_WORKERS}"
-        self.compose("up", "--detach", "--no-build", "--scale", scale, *SERVICES, limit_s=HEALTHY_S)
+    def up(self, *, num_workers: int = NUM_WORKERS, devices: str = ONE_DEVICE) -> None:
+        """So many workers are healthy then; those that were there keep the devices that they have."""
+        command = [*self._command, "up", "--detach", "--no-build", "--no-recreate"]
+        chosen = self._env | {"SKEIN_WORKER_DEVICES": devices}
+        run([*command, "--scale", f"worker={num_workers}", *SERVICES], limit_s=HEALTHY_S, env=chosen)
         for service in SERVICES:
             self.wait_healthy(service)
 
@@ -474,9 +478,10 @@ def check_restart(services: Services, client: Client, jobs: list[str]) -> None:
 def test(services: Services, folder: Path) -> None:
     services.build()
     say("images are built")
+    services.up(num_workers=1, devices=MESH)
     services.up()
     wait_until(partial(are_targets_up, services), "all targets of Prometheus are up", ANSWER_S)
-    say(f"coordinator, {NUM_WORKERS} workers and Prometheus are healthy")
+    say(f"coordinator, {NUM_WORKERS} workers, one of them a mesh, and Prometheus are healthy")
     check_hardening(services)
     check_images(services)
     client = Client(services, folder)

@@ -12,6 +12,7 @@ from deploy.grafana.rows.arrays import ARRAYS
 from deploy.grafana.rows.choices import CHOICES
 from deploy.grafana.rows.coordinator import COORDINATOR
 from deploy.grafana.rows.incidents import INCIDENTS, RECOVERY
+from deploy.grafana.rows.meshes import MESHES
 from deploy.grafana.rows.panel import Board
 from deploy.grafana.rows.training import AT_A_GLANCE, PLAN, TRAINING
 from deploy.grafana.rows.wire import WIRE
@@ -28,7 +29,7 @@ BOARDS = (
         name="fleet",
         title="Skein: fleet",
         about="Who is here, and what keeps each worker busy or idle.",
-        rows=(WORKERS,),
+        rows=(WORKERS, MESHES),
     ),
     Board(
         name="incidents",

@@ -59,6 +59,11 @@ def mean(histogram: str, by: str) -> str:
     return f"{rate(f'{histogram}_sum', by)} / {rate(f'{histogram}_count', by)}"
 
 
+def each(total: str, number: str, by: str) -> str:
+    """How much one counter adds up for each that another counts, between two scrapes; nothing where there are none."""
+    return f"{rate(total, by)} / ({rate(number, by)} > 0)"
+
+
 def quantile(share: float, histogram: str, by: str) -> str:
     """What so large a share of what was observed between two scrapes is below; `by` has `le` in it."""
     return f"histogram_quantile({share}, {rate(f'{histogram}_bucket', by)})"
