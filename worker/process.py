@@ -125,7 +125,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
             stack.push_async_callback(pages.close)
         mesh = Mesh(setting.devices) if setting.devices else None
         if mesh is not None:
-            metrics.watch_mesh(mesh.times)
+            metrics.watch_mesh(mesh.times, mesh.forms)
             setting = replace(setting, measure=partial(_measure_mesh, mesh))
             stack.callback(mesh.close)
         executor = Executor(compute, partial(_waited_s, mesh))

@@ -285,6 +285,18 @@ def use_rows(status: JobStatus) -> list[tuple[str, ...]]:
     ]
 
 
+FORM_COLUMNS = ("WORKER", "STAGE", "DEVICES", "FORM")
+
+
+def form_rows(status: JobStatus) -> list[tuple[str, ...]]:
+    """Rows of stages that devices of meshes share; see `FORM_COLUMNS`."""
+    return [
+        (use.worker, str(told.stage), str(told.num_devices), told.form)
+        for use in status.uses
+        for told in use.forms
+    ]
+
+
 COLLECTIVE_COLUMNS = ("WORKER", "COLLECTIVES", "NUMBER", "PLANNED", "MEASURED", "OFF")
 
 

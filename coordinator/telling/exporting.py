@@ -98,6 +98,12 @@ RE_EXPORTED = (
     ReExport(
         "skein_worker_collective_predicted_seconds", CounterMetricFamily, "The same as predicted", _BY_KIND
     ),
+    ReExport(
+        "skein_worker_stage_devices",
+        GaugeMetricFamily,
+        "Devices of a mesh that share a stage, by form",
+        ("worker", "stage", "form"),
+    ),
     ReExport("skein_worker_queued_ops", GaugeMetricFamily, "Ops that could run", _BY_KIND),
     ReExport("skein_worker_payload_bytes", GaugeMetricFamily, "Tensors that are filed"),
     ReExport("skein_worker_refusals", CounterMetricFamily, "Tensors that were refused", _BY_REASON),

@@ -8,10 +8,11 @@ from statistics import fmean
 from coordinator.records.journal import Journal
 from coordinator.telling.trials import sweep_status
 from skein.config.job import JobSpec
+from skein.config.mesh.tensor import MOST_DEVICES
 from skein.plan.changing.leeway import settled
 from skein.plan.changing.redundancy import Shortfall, shortfalls
 from skein.plan.changing.silent import busy_workers
-from skein.plan.clock.holding import CollectiveUse, WorkerUse, planned_uses
+from skein.plan.clock.holding import CollectiveUse, StageForm, WorkerUse, planned_uses
 from skein.plan.pieces.collectives import LaneKind
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator import Coordinator
@@ -145,24 +146,31 @@ def with_told(uses: Iterable[WorkerUse], reported: Reported) -> tuple[WorkerUse,
             {StageIndex(int(x)): int(peak) for x, peak in peaks.get(use.worker, {}).items() if x.isdecimal()},
             bubbles.get(use.worker, {}).get(""),
             _collectives(use.worker, reported),
+            _forms(use.worker, reported),
         )
         for use in uses
     )
 
 
-def expert_loads(crew: Iterable[WorkerId], reported: Reported) -> tuple[float | None, float | None]:
-    """Choices of the busiest and of the idlest expert of any layer, over an even share; None: nobody has told.
+def expert_tokens(crew: Iterable[WorkerId], reported: Reported) -> Mapping[int, Mapping[str, float]]:
+    """Choices of each expert in the newest step, by layer; of many the most, the least and the mean.
 
     Replicas of a layer count together; where they tell of their busiest and idlest alone, as if these were the same.
     """
     told = reported("skein_worker_expert_tokens")
-    by_layer: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    by_layer: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for worker in crew:
         for label, value in told.get(worker, {}).items():
             layer, _, expert = label.partition("/")
-            by_layer[layer][expert] += value
+            if layer.isdecimal():
+                by_layer[int(layer)][expert] += value
+    return by_layer
+
+
+def expert_loads(crew: Iterable[WorkerId], reported: Reported) -> tuple[float | None, float | None]:
+    """Choices of the busiest and of the idlest expert of any layer, over an even share; None: nobody has told."""
     loads = []
-    for counts in by_layer.values():
+    for counts in expert_tokens(crew, reported).values():
         mean = counts["mean"] if "mean" in counts else fmean(counts.values())
         loads += [value / mean for value in counts.values()] if mean > 0 else []
     return (max(loads), min(loads)) if loads else (None, None)
@@ -184,6 +192,18 @@ def _collectives(worker: WorkerId, reported: Reported) -> tuple[CollectiveUse, .
         for kind in LaneKind
         if num.get(kind.value)
     )
+
+
+def _forms(worker: WorkerId, reported: Reported) -> tuple[StageForm, ...]:
+    """Forms of a worker's mesh, by stage; nothing of a worker with one device."""
+    told = reported("skein_worker_stage_devices").get(worker, {})
+    parts = ((*label.partition("/"), int(min(value, MOST_DEVICES))) for label, value in told.items())
+    found = (
+        StageForm(stage=StageIndex(int(stage)), form=form, num_devices=num_devices)
+        for stage, _, form, num_devices in parts
+        if stage.isdecimal()
+    )
+    return tuple(sorted(found, key=lambda x: x.stage))
 
 
 def chunk_times(plan: Plan, measured: Measured | None) -> tuple[ChunkTimes, ...]:

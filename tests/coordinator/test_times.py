@@ -124,6 +124,7 @@ def test_what_the_plan_uses_of_workers_stands_beside_what_they_told() -> None:
         "skein_worker_stage_peak_microbatches": {worker(0): {"0": 3.0}},
         "skein_worker_bubble_ratio": {},
         "skein_worker_expert_tokens": {},
+        "skein_worker_stage_devices": {worker(0): {"0/1d": 2.0, "1/2d": 4.0, "7/1d": 2.0}},
         "skein_worker_collectives_total": {worker(0): {"tp": 4.0, "a2a": 0.0}},
         "skein_worker_collective_seconds_total": {worker(0): {"tp": 0.5, "a2a": 0.0}},
         "skein_worker_collective_predicted_seconds_total": {worker(0): {"tp": 0.25, "a2a": 0.0}},
@@ -136,7 +137,10 @@ def test_what_the_plan_uses_of_workers_stands_beside_what_they_told() -> None:
     assert first.collectives == (
         CollectiveUse(kind="tp", num_collectives=4, predicted_s=0.25, measured_s=0.5),
     )
+    shared = {0: ("1d", 2), 1: ("2d", 4)}
+    assert {x.stage: (x.form, x.num_devices) for x in first.forms} == {s: shared[s] for s in first.stages}
     assert all(use.collectives == () for use in others)
+    assert all(use.forms == () for use in others)
     assert all(use.held_peaks == () for use in others)
     assert all(0 <= use.planned_bubble < 1 for use in uses)
     assert any(use.planned_bytes > 0 for use in uses)

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import urllib.request
+from dataclasses import replace
 
 import pytest
 
@@ -10,11 +11,12 @@ from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.plan.changing.traffic import TrafficKind, traffic_of
+from skein.plan.clock.holding import StageForm
 from skein.plan.cut import cut_job
 from skein.plan.ops import Direction
 from skein.plan.pieces.collectives import CollectiveTimes, LaneKind
 from skein.protocol.messages.tensors import HopTensor, Phase, Refusal
-from skein.types import JobId, MicrobatchId, Step, WorkerId
+from skein.types import JobId, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.hands import envelope
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, path
@@ -228,9 +230,21 @@ def test_bytes_between_workers_are_told_by_kind(split: VocabularySplit) -> None:
     assert {kind: shown["skein_worker_tensor_bytes_total", kind.value] for kind in TrafficKind} == expected
 
 
+def test_of_two_chunks_of_a_stage_the_newer_ones_form_is_told() -> None:
+    metrics = WorkerMetrics(Statistics())
+    forms: dict[int, StageForm] = {}
+    metrics.watch_mesh(CollectiveTimes(), forms)
+    forms[1] = StageForm(stage=StageIndex(0), form="1d", num_devices=2)
+    forms[2] = StageForm(stage=StageIndex(3), form="2d", num_devices=4)
+    forms[5] = replace(forms[1], form="1d in parts")
+    name = "skein_worker_stage_devices"
+    found = {count.label: count.value for count in metrics.counts() if count.name == name}
+    assert found == {"0/1d in parts": 2, "3/2d": 4}
+
+
 def test_collectives_of_a_mesh_are_told_by_kind_predicted_beside_measured() -> None:
     times, metrics = CollectiveTimes(), WorkerMetrics(Statistics())
-    metrics.watch_mesh(times)
+    metrics.watch_mesh(times, {})
     times.add(LaneKind.TP, 3, predicted_s=0.25, measured_s=0.5)
     times.add(LaneKind.TP, 1, predicted_s=0.25, measured_s=0.25)
     shown = values(metrics)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from skein.config.mesh.tensor import MeshForm
+from skein.plan.clock.holding import StageForm
 from skein.plan.pieces.collectives import CollectiveTimes
 from skein.plan.pieces.lanes import Pieces
 from skein.topology.fleet import Profile
@@ -77,6 +78,8 @@ class Mesh:
         """Memory of each device, as measured last; of processors, its share of the host's."""
         self.times = CollectiveTimes()
         """Seconds of collectives so far, predicted and measured."""
+        self.forms: dict[int, StageForm] = {}
+        """Forms of chunks that are there, by number."""
         self.pieces: Pieces | None = None
         """Pieces in which tokens go to experts on other devices; None: chosen by measured times."""
         self._least_patience_s = least_patience_s
@@ -114,6 +117,7 @@ class Mesh:
 
     def drop_chunk(self, chunk: int) -> None:
         """Note that nobody holds a chunk any more."""
+        self.forms.pop(chunk, None)
         self._chunks.append(chunk)
 
     # --- on torch's thread ---

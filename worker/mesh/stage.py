@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from skein.config.job import JobSpec
+from skein.plan.clock.holding import StageForm
 from skein.plan.mesh.devices import chosen_form, device_load
 from skein.units import format_bytes
 from worker.compute.payload import CHOICES, DIFFERENTIABLE, GRADIENTS, crossed, crossing, tensor_if_any
@@ -205,6 +206,9 @@ class MeshStage:
                     stage=(spec.index, spec.first, spec.stop),
                     form=self.form,
                 ),
+            )
+            self._mesh.forms[self._chunk] = StageForm(
+                stage=spec.index, form=self.form.name, num_devices=self.form.size
             )
             weakref.finalize(self, self._mesh.drop_chunk, self._chunk)
         changed = {

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from skein.plan.changing.traffic import TrafficKind
+from skein.plan.clock.holding import StageForm
 from skein.plan.ops import OpKind
 from skein.plan.pieces.collectives import CollectiveTimes, LaneKind
 from skein.protocol.messages.reports import Count
@@ -38,6 +39,8 @@ class _WhenAsked(Collector):
         """Relay of this worker; until it is told, one that carries nothing."""
         self.mesh_times = CollectiveTimes()
         """Times of collectives of its mesh; none without one."""
+        self.mesh_forms: Mapping[int, StageForm] = {}
+        """Forms in which the devices of its mesh share chunks, by number."""
 
     def collect(self) -> Iterable[Metric]:
         counted, gauges = self._statistics, self._gauges
@@ -79,6 +82,12 @@ class _WhenAsked(Collector):
         yield _seconds("collective_seconds", about, times.measured_s)
         about = "The same as predicted, by kind"
         yield _seconds("collective_predicted_seconds", about, times.predicted_s)
+        about = "Devices of the mesh that share a stage, by form"
+        devices = GaugeMetricFamily("skein_worker_stage_devices", about, labels=["stage", "form"])
+        # Of two chunks of a stage the newer one: the older is about to go.
+        for stage, told in {x.stage: x for x in dict(self.mesh_forms).values()}.items():
+            devices.add_metric([str(stage), told.form], told.num_devices)
+        yield devices
         about = "How often other walkers began to lead this one"
         yield CounterMetricFamily("skein_worker_leader_changes", about, value=gauges.num_leader_changes)
         about = "Bytes carried for workers that do not dial each other"
@@ -182,9 +191,9 @@ class WorkerMetrics:
         """Tell from now on what this worker carries for others."""
         self._when_asked.board = board
 
-    def watch_mesh(self, times: CollectiveTimes) -> None:
-        """Tell from now on how long collectives of this worker's mesh take."""
-        self._when_asked.mesh_times = times
+    def watch_mesh(self, times: CollectiveTimes, forms: Mapping[int, StageForm]) -> None:
+        """Tell from now on how this worker's mesh shares chunks, and how long its collectives take."""
+        self._when_asked.mesh_times, self._when_asked.mesh_forms = times, forms
 
     # --- what happened ---
 

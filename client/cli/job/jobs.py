@@ -16,10 +16,12 @@ from client.cli.job.follow import follow_events, view_for
 from client.cli.options import connect_client, overrides_option, remote_command
 from client.cli.show import (
     COLLECTIVE_COLUMNS,
+    FORM_COLUMNS,
     JOB_COLUMNS,
     TIME_COLUMNS,
     USE_COLUMNS,
     collective_rows,
+    form_rows,
     job_lines,
     job_row,
     print_json,
@@ -175,7 +177,11 @@ def status(job: str, *, is_watching: bool, is_json: bool) -> int:
         if found.uses:
             click.echo()
             print_table(USE_COLUMNS, use_rows(found), nothing="")
-        if rows := collective_rows(found):
-            click.echo()
-            print_table(COLLECTIVE_COLUMNS, rows, nothing="")
+        for columns, rows in (
+            (FORM_COLUMNS, form_rows(found)),
+            (COLLECTIVE_COLUMNS, collective_rows(found)),
+        ):
+            if rows:
+                click.echo()
+                print_table(columns, rows, nothing="")
     return DONE

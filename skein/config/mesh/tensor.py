@@ -32,6 +32,17 @@ class MeshForm(Spec):
         return f"{self.size} devices{', sequence in parts' * self.in_sequence}"
 
     @property
+    def name(self) -> str:
+        """Name of the form, in a word or two.
+
+        >>> [MeshForm(size=4, **x).name for x in ({}, {"in_sequence": True}, {"is_grid": True})]
+        ['1d', '1d in parts', '2d']
+        """
+        if self.size == 1:
+            return "whole"
+        return "2d" if self.is_grid else f"1d{' in parts' * self.in_sequence}"
+
+    @property
     def side(self) -> int:
         """Devices of a row of the square, and samples are in so many parts; 1 without one."""
         return math.isqrt(self.size) if self.is_grid else 1

@@ -1,7 +1,7 @@
 """Memory and time that a plan uses of each worker: planned, and beside that what workers held in a step."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from skein.config.job import JobSpec
@@ -18,6 +18,15 @@ class CollectiveUse:
     num_collectives: int
     predicted_s: float
     measured_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageForm:
+    """Devices of a mesh that share a stage, and the name of the form in which they do (`skein.config.mesh.tensor`)."""
+
+    stage: StageIndex
+    form: str
+    num_devices: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +48,7 @@ class WorkerUse:
         planned_bubble: share of the predicted step without an op.
         bubble: of the newest step; None: not told.
         collectives: of its mesh, since its process started, by kind.
+        forms: of its mesh, by stage, of those of `stages` that it has begun with.
     """
 
     worker: WorkerId
@@ -51,6 +61,7 @@ class WorkerUse:
     held_peaks: tuple[int, ...] = ()
     bubble: float | None = None
     collectives: tuple[CollectiveUse, ...] = ()
+    forms: tuple[StageForm, ...] = ()
 
     @property
     def planned_bytes(self) -> int:
@@ -75,10 +86,12 @@ class WorkerUse:
         peaks: Mapping[StageIndex, int],
         bubble: float | None,
         collectives: tuple[CollectiveUse, ...] = (),
+        forms: Iterable[StageForm] = (),
     ) -> "WorkerUse":
         """The same with what the worker told; a stage that it did not name held nothing."""
         held = tuple(peaks.get(stage, 0) for stage in self.stages) if peaks else ()
-        return replace(self, held_peaks=held, bubble=bubble, collectives=collectives)
+        known = tuple(x for x in forms if x.stage in self.stages)
+        return replace(self, held_peaks=held, bubble=bubble, collectives=collectives, forms=known)
 
 
 def planned_uses(plan: Plan, job: JobSpec) -> tuple[WorkerUse, ...]:

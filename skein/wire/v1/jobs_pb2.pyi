@@ -940,6 +940,7 @@ class WorkerUse(_message.Message):
     HELD_PEAKS_FIELD_NUMBER: _builtins.int
     BUBBLE_FIELD_NUMBER: _builtins.int
     COLLECTIVES_FIELD_NUMBER: _builtins.int
+    FORMS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     fixed_bytes: _builtins.int
     planned_bubble: _builtins.float
@@ -963,6 +964,10 @@ class WorkerUse(_message.Message):
 
     @_builtins.property
     def collectives(self) -> _containers.RepeatedCompositeFieldContainer[Global___CollectiveUse]: ...
+    @_builtins.property
+    def forms(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageForm]:
+        """Of those stages that a mesh has begun with."""
+
     def __init__(
         self,
         *,
@@ -976,16 +981,44 @@ class WorkerUse(_message.Message):
         held_peaks: _abc.Iterable[_builtins.int] | None = ...,
         bubble: _builtins.float | None = ...,
         collectives: _abc.Iterable[Global___CollectiveUse] | None = ...,
+        forms: _abc.Iterable[Global___StageForm] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bubble", b"_bubble", "bubble", b"bubble"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bubble", b"_bubble", "bubble", b"bubble", "collectives", b"collectives", "fixed_bytes", b"fixed_bytes", "held_peaks", b"held_peaks", "planned_bubble", b"planned_bubble", "planned_peaks", b"planned_peaks", "slot_bytes", b"slot_bytes", "slots", b"slots", "stages", b"stages", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bubble", b"_bubble", "bubble", b"bubble", "collectives", b"collectives", "fixed_bytes", b"fixed_bytes", "forms", b"forms", "held_peaks", b"held_peaks", "planned_bubble", b"planned_bubble", "planned_peaks", b"planned_peaks", "slot_bytes", b"slot_bytes", "slots", b"slots", "stages", b"stages", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bubble: _TypeAlias = _typing.Literal["bubble"]  # noqa: Y015
     _WhichOneofArgType__bubble: _TypeAlias = _typing.Literal["_bubble", b"_bubble"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bubble) -> _WhichOneofReturnType__bubble | None: ...
 
 Global___WorkerUse: _TypeAlias = WorkerUse  # noqa: Y015
+
+@_typing.final
+class StageForm(_message.Message):
+    """Devices of a mesh that share a stage, and in which form."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    FORM_FIELD_NUMBER: _builtins.int
+    NUM_DEVICES_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    form: _builtins.str
+    num_devices: _builtins.int
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        form: _builtins.str = ...,
+        num_devices: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["form", b"form", "num_devices", b"num_devices", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageForm: _TypeAlias = StageForm  # noqa: Y015
 
 @_typing.final
 class CollectiveUse(_message.Message):

@@ -2,8 +2,15 @@
 
 from dataclasses import replace
 
-from client.cli.show import COLLECTIVE_COLUMNS, USE_COLUMNS, collective_rows, use_rows
-from skein.plan.clock.holding import CollectiveUse, WorkerUse
+from client.cli.show import (
+    COLLECTIVE_COLUMNS,
+    FORM_COLUMNS,
+    USE_COLUMNS,
+    collective_rows,
+    form_rows,
+    use_rows,
+)
+from skein.plan.clock.holding import CollectiveUse, StageForm, WorkerUse
 from skein.types import StageIndex, WorkerId
 from tests.coordinator.test_times import status
 
@@ -25,6 +32,14 @@ def test_a_worker_is_listed_as_planned_until_it_tells_what_it_held() -> None:
     start = ("w0", "0,3", "1.0 GiB", "7 (10.0 MiB)")
     assert planned == (*start, "-", "12 (20.0 MiB)", "25%", "-")
     assert told == (*start, "5 (10.0 MiB)", "12 (20.0 MiB)", "25%", "50%")
+
+
+def test_stages_that_a_mesh_shares_are_listed_with_devices_and_form() -> None:
+    forms = [StageForm(stage=StageIndex(stage), form="1d in parts", num_devices=2) for stage in (1, 3)]
+    found = replace(status(version=12), uses=(USE, USE.told({}, None, forms=forms)))
+    # The worker holds stages 0 and 3: what it tells of another is of a plan before this one.
+    assert form_rows(found) == [(USE.worker, "3", "2", "1d in parts")]
+    assert len(FORM_COLUMNS) == 4
 
 
 def test_collectives_show_one_of_each_kind_planned_beside_measured() -> None:
