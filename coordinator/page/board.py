@@ -164,6 +164,8 @@ class Board:
                 found = await looks.curve(job)
             case ["api", "jobs", job, "incidents"] if looks.knows(job, reader):
                 found = looks.incidents(job)
+            case ["api", "jobs", job, "experts"] if looks.knows(job, reader):
+                found = looks.experts(job)
             case ["api", "jobs", job, "step"] if looks.knows(job, reader):
                 found = await asyncio.to_thread(looks.step(job))
             case _:

@@ -13,7 +13,7 @@ from coordinator.driver import Driver
 from coordinator.page.bars import bars_of
 from coordinator.service.tenants import jobs_of, worker_for
 from coordinator.telling.metrics import CoordinatorMetrics
-from coordinator.telling.status import Roster, brief_status, job_status
+from coordinator.telling.status import Roster, brief_status, expert_tokens, job_status
 from skein.plan.changing.shards import shard_stages
 from skein.plan.ops import OpKind
 from skein.types import JobId
@@ -25,6 +25,8 @@ MAX_JOBS = 100
 """In an overview: those that have not ended, then the newest of the others."""
 MAX_LINKS = 2000
 MAX_INCIDENTS = 200
+MAX_LAYERS = 128
+"""Layers of which tokens of experts are shown, from the first on."""
 MAX_POINTS = 600
 """Points of a curve: as many as a screen has columns for."""
 MAX_COURSES = 4
@@ -82,6 +84,15 @@ class Looks:
         while len(self._courses) > MAX_COURSES:
             self._courses.popitem(last=False)
         return fewer_points(await followed.points(self._driver, key), MAX_POINTS)
+
+    def experts(self, job: str) -> object:
+        """Tokens of each expert in the newest step, by layer; nothing of a job that has none, or does not run."""
+        view = self._driver.machine.view
+        last = view.history.jobs[JobId(job)].last_commit
+        if last is None or last.balance_loss is None:
+            return []
+        found = expert_tokens(view.crew_of(JobId(job)), self._metrics.reported)
+        return [{"layer": layer, "tokens": found[layer]} for layer in sorted(found)[:MAX_LAYERS]]
 
     def step(self, job: str) -> Callable[[], Shown]:
         """Makes the ops of one step, planned and as measured; takes long, and reads nothing that changes."""

@@ -12,6 +12,8 @@ function bytes(x) {
   return Math.round(x) + " B";
 }
 const seconds = (x) => x === null || x === undefined ? "-" : x < 1 ? (1000 * x).toPrecision(3) + " ms" : x.toFixed(2) + " s";
+const percent = (x) => x === null ? "-" : number(100 * x) + " %";
+const share = (x) => x === null ? "-" : `${number(x)} of an even share`;
 const steps = (x) => x > 1e15 ? "?" : String(x);
 const clock = (x) => new Date(1000 * x).toLocaleString();
 
@@ -105,7 +107,12 @@ function showFacts(job) {
     ["Step", figure("step", job.step, `${job.step} of ${steps(job.total_steps)}`)],
     ["Loss", figure("loss", job.loss, number(job.loss))],
     ["Validation loss", figure("evaluation_loss", job.evaluation_loss, number(job.evaluation_loss))],
-    ...(job.balance_loss === null ? [] : [["Balance of experts", figure("balance_loss", job.balance_loss, number(job.balance_loss))]]),
+    ...(job.balance_loss === null ? [] : [
+      ["Balance of experts", figure("balance_loss", job.balance_loss, `${number(job.balance_loss)} (1: even)`)],
+      ["Choices dropped", figure("drop_ratio", job.drop_ratio, percent(job.drop_ratio))],
+      ["Busiest expert", figure("busiest_expert", job.busiest_expert, share(job.busiest_expert))],
+      ["Idlest expert", figure("idlest_expert", job.idlest_expert, share(job.idlest_expert))],
+    ]),
     ["Tokens", figure("num_tokens", job.num_tokens, grouped(job.num_tokens))],
     ["Tokens per second", figure("tokens_per_s", job.tokens_per_s, grouped(job.tokens_per_s))],
     ["Step, planned", figure("predicted_step_s", job.predicted_step_s, job.predicted_step_s ? seconds(job.predicted_step_s) : "-")],
@@ -146,6 +153,29 @@ function showCurve(points) {
   svg.append(draw("polyline", { class: "loss", points: losses.map((p) => `${x(p.step).toFixed(1)},${y(p.loss).toFixed(1)}`).join(" ") }));
   for (const p of validations) svg.append(draw("circle", { class: "val", r: 3, cx: x(p.step).toFixed(1), cy: y(p.validation_loss).toFixed(1) }));
   box.replaceChildren(svg);
+}
+
+// --- experts ---
+const many = new Map([["most", "the busiest expert"], ["least", "the idlest expert"], ["mean", "an expert on average"]]);
+function showExperts(layers) {
+  byId("experts").hidden = !layers.length;
+  const width = 560, left = 62, row = 34;
+  const svg = picture(width, layers.length * row + 4, `Tokens by expert in ${layers.length} layers`);
+  layers.forEach(({ layer, tokens }, i) => {
+    const names = Object.keys(tokens).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+    const even = tokens.mean || Object.values(tokens).reduce((sum, x) => sum + x, 0) / names.length || 1;
+    const most = Math.max(even, ...Object.values(tokens)), base = (i + 1) * row, each = (width - left) / names.length;
+    const height = (x) => (row - 6) * x / most;
+    svg.append(draw("text", { x: left - 8, y: base - 4, "text-anchor": "end" }, `layer ${layer}`));
+    names.forEach((name, k) => {
+      const tall = height(tokens[name]);
+      const bar = draw("rect", { class: "expert", x: (left + k * each + 1).toFixed(1), y: (base - tall).toFixed(1), width: Math.max(1, each - 2).toFixed(1), height: tall.toFixed(1) });
+      bar.append(draw("title", {}, `layer ${layer}, ${many.get(name) || "expert " + name}: ${grouped(tokens[name])} choices, ${share(tokens[name] / even)}`));
+      svg.append(bar);
+    });
+    svg.append(draw("line", { class: "even", x1: left, x2: width, y1: (base - height(even)).toFixed(1), y2: (base - height(even)).toFixed(1) }));
+  });
+  byId("expert-bars").replaceChildren(svg);
 }
 
 // --- one step ---
@@ -248,10 +278,10 @@ async function load() {
   state.loading = true;
   try {
     const path = `/api/jobs/${encodeURIComponent(state.chosen)}`, chosen = state.chosen;
-    const [job, curve, incidents, step] = await Promise.all(["", "/curve", "/incidents", "/step"].map((x) => asked(path + x)));
+    const [job, curve, incidents, step, experts] = await Promise.all(["", "/curve", "/incidents", "/step", "/experts"].map((x) => asked(path + x)));
     if (chosen === state.chosen) {
       byId("job").hidden = false;
-      showFacts(job); showCurve(curve); showIncidents(incidents); showStep(step);
+      showFacts(job); showCurve(curve); showIncidents(incidents); showStep(step); showExperts(experts);
       document.body.dataset.job = chosen;
     }
   } catch (error) {

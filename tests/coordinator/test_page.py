@@ -19,6 +19,8 @@ from coordinator.identity.office import ADMIN_FILE, FOLDER
 from coordinator.identity.page_tls import PageTls
 from coordinator.serving import Serving, ServingOptions
 from skein.protocol.log.records import Record
+from skein.protocol.messages.reports import Beat, Count
+from skein.types import JobId
 from skein.wire.identity.authority import LIFE_S, Authority
 from skein.wire.identity.names import Caller
 from skein.wire.serving import pages
@@ -42,11 +44,16 @@ HOSTILE = "<script>alert(1)</script>"
 
 @asynccontextmanager
 async def coordinator(
-    state_dir: Path, *, has_certificates: bool = False, host: str = "127.0.0.1"
+    state_dir: Path,
+    *,
+    has_certificates: bool = False,
+    host: str = "127.0.0.1",
+    balance_loss: float | None = None,
 ) -> AsyncIterator[Serving]:
-    """One with a past: a job of five steps and an incident, another that waits."""
+    """One with a past: a job of five steps, the last with this balance, and an incident, another that waits."""
     waits = replace(submitted("other-2"), spec=job_spec(name="waits").canonical_json())
     steps = [committed(JOB, step, wall_s=10.0 + step) for step in range(5)]
+    steps[-1] = replace(steps[-1], record=replace(steps[-1].record, balance_loss=balance_loss))
     past: list[Record] = [submitted(JOB), waits, *steps, checkpointed(JOB, 5), incident(JOB, seconds=0.6)]
     write_log(state_dir, past)
     options = ServingOptions(
@@ -129,6 +136,28 @@ async def test_every_figure_is_that_of_the_command(tmp_path: Path) -> None:
     ages = {"beat_age_s": None, "measured_age_s": None}
     assert [one | ages for one in overview["workers"]] == [plain(one) | ages for one in workers]  # type: ignore[operator]
     assert overview["num_jobs"] == 2
+
+
+@pytest.mark.parametrize("balance_loss", [1.25, None], ids=["sparse", "dense"])
+async def test_tokens_of_experts_are_those_that_workers_of_a_sparse_job_tell(
+    tmp_path: Path, balance_loss: float | None
+) -> None:
+    told = {"0/1": 3.0, "0/0": 1.0, "10/0": 2.0}
+    counts = (Count(name="skein_worker_expert_tokens", label=x, value=told[x]) for x in told)
+    async with coordinator(tmp_path, balance_loss=balance_loss) as running, connected(running) as channel:
+        worker = ScriptedWorker(channel)
+        await worker.say(hello())
+        await worker.hear()
+        await worker.say(Beat(progress=0, running_s=0.0, statistics=tuple(counts)))
+        await eventually(lambda: bool(running.metrics.reported("skein_worker_expert_tokens")))
+        await eventually(lambda: bool(running.driver.machine.view.crew_of(JobId(JOB))))
+        found = await figures(running, f"/api/jobs/{JOB}/experts")
+        job = await figures(running, f"/api/jobs/{JOB}")
+    assert isinstance(job, dict)
+    assert job["balance_loss"] == balance_loss
+    wanted = [{"layer": 0, "tokens": {"0": 1.0, "1": 3.0}}, {"layer": 10, "tokens": {"0": 2.0}}]
+    assert found == (wanted if balance_loss else [])
+    assert (job["busiest_expert"], job["idlest_expert"]) == ((1.5, 0.5) if balance_loss else (None, None))
 
 
 async def test_a_curve_is_followed_from_look_to_look(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from client.cli import run
-from skein.config.job import EvaluationSpec
+from skein.config.job import EvaluationSpec, JobSpec
+from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.types import JobState
 from tests.e2e.browser import Browser, browser
 from tests.e2e.jobs import text_job
@@ -19,6 +20,14 @@ NUM_STEPS = 60
 HOSTILE = "<img src=x onerror=document.title=1><script>document.title=1</script>"
 SHOWN = "[...document.querySelectorAll('{} [data-field]')].map((x) => [x.dataset.field, JSON.parse(x.dataset.value)])"
 KEYS = "[...document.querySelectorAll('#step-key .key')].map((x) => x.textContent)"
+SPARSE = MixtralShape(
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=6,
+)
 PICTURES = (("light", 1180, 900), ("dark", 1180, 900), ("phone", 390, 844))
 
 
@@ -67,8 +76,15 @@ def test_the_page_of_a_run_in_a_browser(
         # Two tones of each microbatch's hue.
         assert fills == 2 * len(spec_microbatches(spec.batch.samples, spec.batch.microbatch_samples))
 
-        # Text that a user chose stays text.
-        held = client.submit(text_job("held", text, steps=500))
+        # Experts of a job that runs have a bar each; text that a user chose stays text.
+        held = client.submit(sparse_job(text))
+        button = f"document.querySelector('#job-table button[data-key=\"{held.id}\"]')"
+        seen.until(f"{button} !== null")
+        seen.value(f"{button}.click()")
+        bars = "document.querySelectorAll('#experts:not([hidden]) rect.expert title').length"
+        seen.until(f"{bars} === {SPARSE.num_hidden_layers * SPARSE.num_local_experts}")
+        facts = "[...document.querySelectorAll('#job-facts dt')].map((x) => x.textContent)"
+        assert {"Balance of experts", "Choices dropped", "Busiest expert"} <= set(names_in(seen.value(facts)))
         _ = held.pause(HOSTILE)
         seen.until(f"document.getElementById('job-table').textContent.includes({json.dumps(HOSTILE)})")
         assert seen.value("document.images.length") == 0
@@ -87,6 +103,16 @@ def test_the_page_of_a_run_in_a_browser(
         seen.look(width=390, height=844, scheme="dark")
         assert seen.value(background) != light
         assert seen.said == []
+
+
+def sparse_job(text: Path) -> JobSpec:
+    """One that runs for as long as somebody looks."""
+    return text_job("held", text, steps=5000).model_copy(update={"model": MixtralModel(shape=SPARSE)})
+
+
+def names_in(value: object) -> list[str]:
+    assert isinstance(value, list)
+    return [str(x) for x in value]
 
 
 def opened(seen: Browser, url: str, job: str) -> tuple[float, int]:
