@@ -26,6 +26,7 @@ from bench.report import Row, finish, spread
 from skein.plan.pieces.choice import ExpertLines, TimedRows, sizes_to_time
 from skein.plan.pieces.lanes import MOST_PIECES, LayerWork, Work, best_pieces, end_s, idle_s
 from skein.plan.pieces.line import TimeLine
+from worker.mesh.pieces.tokens import tokens_of
 from worker.mesh.share import Share
 from worker.model.sparse.spread import Piece, SpreadRows, there_and_back
 
@@ -137,7 +138,7 @@ def measured_s(case: Case, factor: float = 1.0) -> float:
     num_rows = NUM_TOKENS * NUM_CHOSEN // EmulatedGroup.size
     group = EmulatedGroup(case.layer.exchange, num_rows, factor, case.sums_s)
     share = Share(group)
-    rows = SpreadRows.of(choices, None, NUM_EXPERTS, share)
+    rows = SpreadRows.of(choices, None, NUM_EXPERTS, tokens_of(share, choices[None]))
 
     def compute(piece: Piece, given: Tensor) -> Tensor:
         sleep(_seconds(case.layer.experts, sum(piece.num_rows), num_rows) * factor)

@@ -208,7 +208,7 @@ class DeviceShare:
         stage, form = self._kept.stages[asked.chunk], self._kept.forms[asked.chunk]
         given, labels = crossed(tensors), tensors.get(LABELS)
         share = self._kept.shares[asked.chunk]
-        share.pieces = asked.pieces
+        share.pieces, share.num_tokens = asked.pieces, asked.num_tokens
         with (
             torch.set_grad_enabled(asked.ticket is not None),
             stage.junction.visited(asked.num_valid, tensors.get(CHOICES)) as microbatch,

@@ -79,8 +79,8 @@ class VisitAsk(Spec):
     """Go through the stage, to its loss if `scores`, with the boundary that comes along.
 
     What the way back needs is kept under `ticket`; None: nothing is. `follows`: the input gets a gradient. `num_valid`:
-    tokens of the microbatch that have a label, for experts; None: outside of training. `pieces`: those in which rows
-    go to experts, and their gradients on the way back.
+    tokens of the microbatch that have a label, for experts; None: outside of training. `num_tokens`: of a sequence,
+    without what pads it. `pieces`: those in which rows go to experts, and their gradients on the way back.
     """
 
     kind: Literal["visit"] = "visit"
@@ -89,6 +89,7 @@ class VisitAsk(Spec):
     follows: bool
     scores: bool
     num_valid: int | None
+    num_tokens: int
     pieces: Pieces = Pieces()
 
 

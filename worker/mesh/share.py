@@ -63,6 +63,8 @@ class Share:
         """Time that layers of experts take; whoever tells of it puts their own here."""
         self.pieces = Pieces()
         """Pieces in which tokens go to experts on other devices; whoever asks for a visit says so first."""
+        self.num_tokens = 0
+        """Tokens of a sequence without what pads it; likewise."""
         self.idle_sums: IdleSums | None = None
         """Sums of gradients beside layers of experts, where there are any."""
 

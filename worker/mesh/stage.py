@@ -169,6 +169,7 @@ class MeshStage:
             follows=given.hidden.requires_grad,
             scores=scores,
             num_valid=None if microbatch is None else microbatch.num_valid,
+            num_tokens=given.hidden.shape[1],
             pieces=pieces,
         )
         answers = self._mesh.ask_each([(asked, part) for part in boundary.cut(sent)])

@@ -90,12 +90,10 @@ class TensorSpec(Spec):
             if divisor != 1:
                 hint = "parallel.tensor.size: 1 leaves all on one device: give stage, or a larger size"
             raise UserError("model.placement", "mesh", hint)
-        if self.sequence_parallel is True and (divisor == 1 or model.has_experts):
+        if self.sequence_parallel is True and divisor == 1:
             hint = f"blocks of family {model.family} as given are computed on one device: give auto, or false"
-            if model.is_spread:
-                hint = (
-                    "tokens are in parts where experts are, with model.placement: mesh: give auto, or false"
-                )
+            if model.has_experts:
+                hint += ", or model.placement: mesh"
             raise UserError("parallel.tensor.sequence_parallel", True, hint)
         if self.size == "auto" or divisor % self.size == 0:
             return
@@ -154,7 +152,7 @@ class TensorSpec(Spec):
         """Forms that a worker with so many devices may choose among: the first is taken where all are as good."""
         size, side = self.size_on(num_devices, model), self.side_on(num_devices, model, num_samples)
         if self.form != "2d":
-            if size > 1 and self.sequence_parallel and not model.has_experts:
+            if size > 1 and self.sequence_parallel:
                 yield MeshForm(size=size, in_sequence=True)
             if size == 1 or self.sequence_parallel is not True:
                 yield MeshForm(size=size)

@@ -126,6 +126,16 @@ class Experts:
         num_rows = 0 if self._mixes else self.num_chosen
         return self._router_bytes(precision) + num_rows * self._row_elements * precision.product_bytes
 
+    def spared_bytes(self, precision: Precision, size: int) -> int:
+        """Per token: bytes of these that each of so many devices has less, where experts are in parts over them.
+
+        About: as if as many rows came to each. It makes the product of inner features anew.
+        """
+        anew = self.num_chosen * self.num_inner * precision.product_bytes
+        rows = self.num_chosen * self._row_elements * precision.product_bytes - anew
+        places = 2 * INDEX_BYTES * self.num_chosen
+        return anew + (rows + places) * (size - 1) // size
+
     def _router_bytes(self, precision: Precision) -> int:
         """Per token: chances or scores of all experts, and each choice, its place and token, and weight.
 

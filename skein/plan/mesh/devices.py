@@ -121,9 +121,7 @@ class _Ends:
         row = (hidden + 1) * word
         num_norms = 2 * self.num_blocks + self.has_head
         spared = math.ceil(row * num_norms * (size - 1) / size) if self.form.in_sequence else 0
-        if (experts := self.model.experts) is not None:
-            # About: each device has other tokens, and as many of each expert as come.
-            spared += self.num_blocks * experts.activation_bytes(self.job.precision) * (size - 1) // size
+        spared += self.num_blocks * self._spared_by_experts
         if not self.has_head:
             return hidden * word // (size if self.form.in_sequence else 1) - spared
         if self.form.is_grid:
@@ -134,14 +132,36 @@ class _Ends:
         return row + hidden * word + (NUM_SCORES + NUM_SCORES * size + 1) * word + LABEL_BYTES + 1 - spared
 
     @property
+    def _spared_by_experts(self) -> int:
+        """Bytes of a block's rows that are other devices', and of tokens that these score, if they are in parts."""
+        experts, precision, size = self.model.experts, self.job.precision, self.form.size
+        if experts is None:
+            return 0
+        scored = self.form.in_sequence * experts.num_features * precision.product_bytes
+        return experts.spared_bytes(precision, size) + scored * (size - 1) // size
+
+    @property
     def received_bytes(self) -> int:
         """There and back: sums are of words, what is gathered for products is of their dtype."""
         hidden, size, precision = decoder_shape(self.model).hidden_size, self.form.size, self.job.precision
         word, product = precision.word_bytes, precision.product_bytes
-        summed = 8 * word if not self.form.in_sequence else 4 * (word + product)
-        numbers = hidden * (self.num_blocks * summed + 2 * word * (self.has_rows + self.has_head))
+        summed = hidden * (2 * (word + product) if self.form.in_sequence else 4 * word)
+        numbers = self.num_blocks * (summed + self._fed_bytes(summed))
+        numbers += 2 * hidden * word * (self.has_rows + self.has_head)
         scores = self.has_head * 2 * word * NUM_SCORES * size
         return (numbers + scores) * (size - 1) // size
+
+    def _fed_bytes(self, summed: int) -> int:
+        """Bytes of a block's second half, if all devices' parts were gathered once: a feed-forward is `summed`.
+
+        What experts give is gathered, and their inputs' gradients; of tokens in parts the scores alone.
+        """
+        experts, precision = self.model.experts, self.job.precision
+        if experts is None:
+            return summed
+        if self.form.in_sequence:
+            return experts.num_experts * precision.word_bytes
+        return experts.num_features * (precision.word_bytes + precision.product_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ def test_the_fullest_device_is_counted_as_its_worker_shares_a_stage() -> None:
     plan = make_balanced_plan(spec, on, None, 0)
     assert isinstance(plan, Plan)
     (device,) = fullest_devices(spec, on, plan.stages, plan.chunks)
-    [form] = spec.parallel.tensor.forms_on(2, spec.model, num_samples=2)
+    form = next(spec.parallel.tensor.forms_on(2, spec.model, num_samples=2))
     [chunk] = plan.chunks
     assert device.needed_bytes == device_load(spec, plan.stages[0], form).memory_bytes(chunk.slots)
     assert (device.room_bytes, device.is_short) == (2**39, False)

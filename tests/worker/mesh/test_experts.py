@@ -113,12 +113,14 @@ def trained(stage: MeshStage | Stage, x: Tensor, labels: Tensor) -> Trained:
     return Trained(loss.detach(), microbatch)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "in_sequence"), [(2, False), (4, True)])
 @pytest.mark.parametrize("name", MODELS)
-def test_devices_together_route_and_learn_like_one(four: Mesh, name: str, size: int) -> None:
+def test_devices_together_route_and_learn_like_one(
+    four: Mesh, name: str, size: int, in_sequence: bool
+) -> None:
     model = MODELS[name]
     alone, shared = zeroed(whole(model)), zeroed(whole(model))
-    stage = MeshStage(four, job_of(model, size), shared)
+    stage = MeshStage(four, job_of(model, size, in_sequence=in_sequence), shared)
     # 5 samples are 60 tokens; 1 sample leaves the last device fewer than others.
     for num_samples in (5, 1):
         x, labels = samples(model, num_samples)
@@ -135,29 +137,35 @@ def test_devices_together_route_and_learn_like_one(four: Mesh, name: str, size: 
     assert_same_sums(shared, alone)
 
 
+@pytest.mark.parametrize("in_sequence", [False, True])
 @pytest.mark.parametrize(("size", "num_tokens"), [(2, NUM_TOKENS), (4, NUM_TOKENS), (4, 5)])
 @pytest.mark.parametrize("name", ["top 2", "qwen", "top 2, room for 1, probs"])
 def test_blocks_of_experts_give_what_they_give_on_one_device(
-    four: Mesh, name: str, size: int, num_tokens: int
+    four: Mesh, name: str, size: int, num_tokens: int, in_sequence: bool
 ) -> None:
     model = MODELS[name]
     alone, shared = zeroed(part(model, 1, 3)), zeroed(part(model, 1, 3))
-    stage = MeshStage(four, job_of(model, size), shared)
-    # Of five tokens the last of four devices has none.
-    x = torch.randn(1, num_tokens, 32, dtype=torch.float64)
+    stage = MeshStage(four, job_of(model, size, in_sequence=in_sequence), shared)
+    # Of five tokens the last of four devices has none; of two sequences of five, in parts, neither.
+    x = torch.randn(1 + in_sequence, num_tokens, 32, dtype=torch.float64)
     given = [Crossing(x.clone()).followed(is_sample=False) for _ in range(2)]
-    each_way = {Collective.SUM: 2, Collective.GATHER: 2, Collective.EXCHANGE: 2 * 2}
+    exchanged = {Collective.EXCHANGE: 2 * 2}
+    # Of attention, and of what experts give, or the scores of tokens in parts.
+    there = back = exchanged | {Collective.SUM: 2, Collective.GATHER: 2}
+    if in_sequence:
+        there = exchanged | {Collective.SCATTER: 2, Collective.GATHER: 2 * 2}
+        back = exchanged | {Collective.SCATTER: 2, Collective.GATHER: 2}
     before = counted(four)
     with in_pieces(four, 1, 1), stage.junction.visited(NUM_VALID):
         found = stage.onward(given[0], None).hidden
     with alone.junction.visited(NUM_VALID):
         wanted = alone.onward(given[1], None).hidden
     assert_near(found.detach(), wanted.detach(), tolerance=ROUNDING)
-    assert counted(four, before) == each_way
+    assert counted(four, before) == there
     before = counted(four)
     torch.autograd.backward(found, wanted.detach())
     torch.autograd.backward(wanted, wanted.detach())
-    assert counted(four, before) == each_way
+    assert counted(four, before) == back
     assert given[1].hidden.grad is not None
     assert_near(given[0].hidden.grad, given[1].hidden.grad, tolerance=GRADIENT_ROUNDING)
     stage.gather_sums()
@@ -167,12 +175,15 @@ def test_blocks_of_experts_give_what_they_give_on_one_device(
 
 
 @pytest.mark.parametrize(
-    ("forward", "backward", "size"), [(1, 2, 2), (2, 1, 4), (3, 4, 2), (4, 3, 4), (7, 5, 2)]
+    ("forward", "backward", "size", "in_sequence"),
+    [(1, 2, 2, False), (2, 1, 4, False), (3, 4, 2, True), (4, 3, 4, True), (7, 5, 2, False)],
 )
-def test_pieces_give_what_all_rows_at_once_give(four: Mesh, forward: int, backward: int, size: int) -> None:
+def test_pieces_give_what_all_rows_at_once_give(
+    four: Mesh, forward: int, backward: int, size: int, in_sequence: bool
+) -> None:
     model = MODELS["top 2, room for 1, probs"]
     alone, shared = zeroed(part(model, 1, 3)), zeroed(part(model, 1, 3))
-    stage = MeshStage(four, job_of(model, size), shared)
+    stage = MeshStage(four, job_of(model, size, in_sequence=in_sequence), shared)
     # Of 11 tokens devices have 6 and 5, or 3, 3, 3 and 2: few numbers of pieces divide them, and some pieces are empty.
     x = torch.randn(1, 11, 32, dtype=torch.float64)
     given = [Crossing(x.clone()).followed(is_sample=False) for _ in range(2)]
@@ -232,13 +243,16 @@ def test_times_of_sums_and_exchanges_are_told_beside_what_is_predicted(four: Mes
 @pytest.mark.parametrize(
     ("room", "summed"), [(0, []), (100, [100, 100]), (150, [150, 150]), (250, [192, 192]), (1, [1, 1])]
 )
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "in_sequence"), [(2, False), (4, True)])
 def test_gradients_are_summed_beside_layers_of_experts_as_far_as_there_is_room(
-    four: Mesh, name: str, room: int, summed: list[int], size: int
+    four: Mesh, name: str, room: int, summed: list[int], size: int, in_sequence: bool
 ) -> None:
     model = deep(MODELS[name])
     alone, shared = zeroed(part(model, 1, 4)), zeroed(part(model, 1, 4))
-    stage = MeshStage(four, job_of(model, size), shared)
+    stage = MeshStage(four, job_of(model, size, in_sequence=in_sequence), shared)
+    if in_sequence:
+        # And both norms, of this device's tokens.
+        summed = [min(room, 192 + 2 * 32) for _ in summed]
     with in_pieces(four, 1, 2, room):
         for _ in range(2):
             before, come = counted(four), four.traffic.elements[Collective.GRADIENT]

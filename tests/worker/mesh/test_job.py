@@ -90,13 +90,13 @@ def test_experts_on_a_device_of_a_mesh_are_balanced_as_without(
 
 
 @pytest.mark.parametrize(
-    ("stages", "num_chosen", "capacity", "pieces"),
+    ("stages", "num_chosen", "capacity", "pieces", "in_sequence"),
     [
-        (1, 2, None, Pieces(forward=2, backward=3)),
-        (2, 2, 1.0, Pieces(forward=4, backward=1)),
-        (4, 1, 1.0, None),
+        (1, 2, None, Pieces(forward=2, backward=3), False),
+        (2, 2, 1.0, Pieces(forward=4, backward=1), True),
+        (4, 1, 1.0, None, True),
     ],
-    ids=["alone, dropless", "of two workers, top 2", "of four, top 1"],
+    ids=["alone, dropless", "of two workers, top 2, in parts", "of four, top 1, in parts"],
 )
 def test_experts_in_parts_over_a_mesh_train_like_those_of_one_device(
     two: Mesh,
@@ -106,11 +106,14 @@ def test_experts_in_parts_over_a_mesh_train_like_those_of_one_device(
     num_chosen: int,
     capacity: float | None,
     pieces: Pieces | None,
+    in_sequence: bool,
 ) -> None:
     routing = RoutingSpec(balance_coefficient=0.1, capacity=capacity)
     job = sparse_job(
         text, stages=stages, num_chosen=num_chosen, routing=routing, placement=ExpertPlacement.MESH
     )
+    tensor = TensorSpec(sequence_parallel=in_sequence)
+    job = job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": tensor})})
     labs += [Lab(job), Lab(job, meshes={"w00": two})]
     before, two.pieces = two.traffic.counts[Collective.EXCHANGE], pieces
     wanted, found = ([lab.step(step) for step in range(NUM_SPARSE_STEPS)] for lab in labs)

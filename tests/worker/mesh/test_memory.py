@@ -1,5 +1,6 @@
 """What devices of a mesh hold of a stage, against what is planned for them; devices are threads over gloo."""
 
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +15,14 @@ from skein.config.data.spec import DataSpec
 from skein.config.job import BatchSpec, BudgetSpec, JobSpec
 from skein.config.mesh.tensor import MeshForm
 from skein.model.families.llama import LlamaModel, LlamaShape
+from skein.model.families.mixtral import MixtralModel, MixtralShape
+from skein.model.sparse.experts import ExpertPlacement
 from skein.plan.mesh.devices import chosen_form, device_load
 from skein.types import Precision, StageIndex, StageSpec
 from worker.mesh.device import DeviceShare
 from worker.mesh.forms.boundary import BoundaryCut
 from worker.mesh.frames import GroupAsk, ReturnAsk, StageAsk, VisitAsk
+from worker.mesh.traffic import Collective
 
 CPU = torch.device("cpu")
 NUM_SAMPLES, NUM_TOKENS, VOCABULARY = 2, 48, 96
@@ -33,6 +37,19 @@ MODEL = LlamaModel(
         tie_word_embeddings=False,
     )
 )
+SPARSE = MixtralModel(
+    shape=MixtralShape(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=8,
+        tie_word_embeddings=False,
+    ),
+    placement=ExpertPlacement.MESH,
+)
 STAGES = {
     "first": StageSpec(index=StageIndex(0), first=0, stop=3),
     "inner": StageSpec(index=StageIndex(1), first=1, stop=4),
@@ -42,10 +59,10 @@ STAGES = {
 SHARE = 0.005
 
 
-def job_of(precision: Precision) -> JobSpec:
+def job_of(precision: Precision, model: LlamaModel | MixtralModel = MODEL) -> JobSpec:
     return JobSpec(
         name="shared",
-        model=MODEL,
+        model=model,
         data=DataSpec(sources=(TextSource(path="text"),), sequence_tokens=NUM_TOKENS),
         batch=BatchSpec(samples=NUM_SAMPLES, microbatch_samples=NUM_SAMPLES),
         precision=precision,
@@ -66,7 +83,10 @@ def on_devices(size: int, act: Callable[[int], tuple[int, int, int]]) -> list[tu
 
 
 def held_by_each(job: JobSpec, stage: StageSpec, form: MeshForm, folder: Path) -> list[tuple[int, int, int]]:
-    """Bytes of parameters and their sums on each device, of all else between there and back, elements received."""
+    """Bytes of parameters and their sums on each device, of all else between there and back, elements received.
+
+    Of elements those alone that are not exchanged.
+    """
     tokens = torch.randint(0, VOCABULARY, (NUM_SAMPLES, NUM_TOKENS))
     hidden = torch.randn(NUM_SAMPLES, NUM_TOKENS, 64)
     scores = stage.stop == 5
@@ -74,7 +94,9 @@ def held_by_each(job: JobSpec, stage: StageSpec, form: MeshForm, folder: Path) -
     # As they arrive: each in memory of its own.
     cut = BoundaryCut(form, NUM_SAMPLES, NUM_TOKENS).cut(given)
     sent = [{name: x.clone() for name, x in part.items()} for part in cut]
-    asked = VisitAsk(chunk=1, ticket=2, follows=stage.first > 0, scores=scores, num_valid=None)
+    asked = VisitAsk(
+        chunk=1, ticket=2, follows=stage.first > 0, scores=scores, num_valid=None, num_tokens=NUM_TOKENS
+    )
 
     def act(index: int) -> tuple[int, int, int]:
         share = DeviceShare(index, CPU)
@@ -97,7 +119,8 @@ def held_by_each(job: JobSpec, stage: StageSpec, form: MeshForm, folder: Path) -
         num_bytes = sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in own)
         gradients = {str(i): torch.ones_like(x) for i, x in enumerate(share._kept.visits[2].made)}
         back, _ = share.carry_out(ReturnAsk(ticket=2, puts_aside=False), gradients)
-        num_elements = sum(answer.elements.values()) + sum(back.elements.values())
+        every = Counter(answer.elements) + Counter(back.elements)
+        num_elements = every.total() - every[Collective.EXCHANGE]
         return sum(2 * x.nbytes for x in held.parameters()), num_bytes, num_elements
 
     return on_devices(form.size, act)
@@ -136,6 +159,23 @@ def test_what_comes_to_a_device_is_planned(tmp_path: Path, form: MeshForm, stage
     load = device_load(job, STAGES[stage], form)
     for _, _, num_elements in held_by_each(job, STAGES[stage], form, tmp_path):
         assert 4 * num_elements == load.received_bytes
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("form", [MeshForm(size=2), MeshForm(size=4, in_sequence=True)], ids=str)
+def test_devices_with_experts_hold_about_what_is_planned(
+    tmp_path: Path, form: MeshForm, precision: Precision
+) -> None:
+    job, stage = job_of(precision, SPARSE), STAGES["inner"]
+    load = device_load(job, stage, form)
+    held = held_by_each(job, stage, form, tmp_path)
+    for fixed_bytes, _, num_elements in held:
+        assert fixed_bytes == pytest.approx(load.fixed_bytes, rel=1e-9)
+        assert precision is not Precision.FP32 or 4 * num_elements == load.received_bytes
+    # Some experts are chosen more often than others; of all devices together it is what is planned, but for weights.
+    assert sum(kept_bytes for _, kept_bytes, _ in held) == pytest.approx(
+        form.size * load.slot_bytes, rel=0.01
+    )
 
 
 AMPLE = 10**9

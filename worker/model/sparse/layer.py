@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from skein.model.sparse.experts import Experts
 from skein.plan.pieces.choice import TimedRows
 from skein.types import Precision
-from worker.mesh.pieces.tokens import TokenShare
+from worker.mesh.pieces.tokens import tokens_of
 from worker.mesh.share import WHOLE, Share
 from worker.model.base import Linear, parameter_dtype, product_dtype
 from worker.model.ops import swiglu
@@ -33,7 +33,7 @@ from worker.model.sparse.spread import SpreadRows, spread, timed_rows
 class SparseMlp(nn.Module):
     """SwiGLU feed-forwards, and the gate that scores them for each token; its router says what goes where.
 
-    Takes whole activations and gives whole ones, whatever its `share` of the experts.
+    Takes activations as they are between blocks' halves, and gives them so, whatever its `share` of the experts.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class SparseMlp(nn.Module):
         self.gate = gate_of(experts, dtype, tray)
         self._travels = product_dtype(precision)
         self._share = share
-        self._tokens = TokenShare(share)
         own = share.rows(experts.num_experts)
         self.experts = nn.ModuleDict({str(expert): _Expert(experts, dtype, tray) for expert in own})
         self._gates, self._ups, self._downs = (
@@ -62,8 +61,9 @@ class SparseMlp(nn.Module):
         )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        made = self._alone if self._share.size == 1 else self._spread
-        return made(x_BTD.flatten(0, -2)).view(x_BTD.shape)
+        if self._share.size > 1:
+            return self._spread(x_BTD)
+        return self._alone(x_BTD.flatten(0, -2)).view(x_BTD.shape)
 
     def timed(self, num_rows: Sequence[int], device: torch.device) -> tuple[TimedRows, ...]:
         """Seconds of exchanges and of this device's experts, on so many rows."""
@@ -93,17 +93,16 @@ class SparseMlp(nn.Module):
         )
         return way.back(grouped(inner_RO, way.rows, self.tray, *self._downs))
 
-    def _spread(self, x_ND: Tensor) -> Tensor:
-        """Results for all tokens, of which each device makes its own."""
-        num_tokens, share = len(x_ND), self._share
-        x_ND = self._tokens.enter(x_ND)
-        routed = self._routed(self._tokens.keep(self._scores(x_ND)))
+    def _spread(self, x: Tensor) -> Tensor:
+        """Results for tokens as devices have them, of which each makes its own."""
+        tokens = tokens_of(self._share, x)
+        x_OD, scores_NE = tokens.entered(x, self._scores)
+        routed = self._routed(scores_NE)
         assert isinstance(routed, Routed), "mixtures of tokens are not spread"
-        here = self._tokens.own(num_tokens)
-        rows = SpreadRows.of(routed.choices_NK, routed.kept_NK, self.sizes.num_experts, share)
+        rows = SpreadRows.of(routed.choices_NK, routed.kept_NK, self.sizes.num_experts, tokens)
         weights = (*self._gates, *self._ups, *self._downs)
-        y_SD = spread(dispatch(x_ND[here], rows.own), rows, share, self.tray, *weights)
-        return self._tokens.leave(combine(y_SD, routed.weights_NK[here], rows.own), num_tokens)
+        y_SD = spread(dispatch(x_OD, rows.own), rows, self._share, self.tray, *weights)
+        return tokens.left(combine(y_SD, tokens.own(routed.weights_NK), rows.own))
 
 
 class _Expert(nn.Module):

@@ -73,7 +73,8 @@ class SpreadRows:
         given_tokens_R: token of each row of its experts, by expert and token.
         experts_R: expert of each, the device's first being 0.
         num_own_experts: its experts.
-        starts: first token of each device, and the end.
+        devices_N: device of each token.
+        size: devices.
     """
 
     own: ExpertRows
@@ -82,40 +83,42 @@ class SpreadRows:
     given_tokens_R: Tensor
     experts_R: Tensor
     num_own_experts: int
-    starts: tuple[int, ...]
+    devices_N: Tensor
+    size: int
 
     @classmethod
-    def of(cls, choices_NK: Tensor, kept_NK: Tensor | None, num_experts: int, share: Share) -> Self:
+    def of(cls, choices_NK: Tensor, kept_NK: Tensor | None, num_experts: int, tokens: TokenShare) -> Self:
         """Rows of choices, of those that are kept."""
         num_tokens, num_chosen = choices_NK.shape
-        tokens, mine = TokenShare(share), share.rows(num_experts)
-        here = tokens.own(num_tokens)
-        own = ExpertRows.of(choices_NK[here], num_experts, None if kept_NK is None else kept_NK[here])
+        size, mine = tokens.share.size, tokens.share.rows(num_experts)
+        own_choices = tokens.own(choices_NK)
+        own = ExpertRows.of(own_choices, num_experts, None if kept_NK is None else tokens.own(kept_NK))
+        own_tokens = tokens.own(torch.arange(num_tokens, device=choices_NK.device))
         experts_C = choices_NK.flatten()
         is_given_C = (experts_C >= mine.start) & (experts_C < mine.stop)
         if kept_NK is not None:
             is_given_C &= kept_NK.flatten()
         order_C = experts_C.sort(stable=True).indices
         given_R = order_C[is_given_C[order_C]]
-        stops = torch.tensor([portion_of(num_experts, i, share.size).stop for i in range(share.size)])
+        stops = torch.tensor([portion_of(num_experts, i, size).stop for i in range(size)])
         return cls(
             own=own,
             sent_to_S=torch.bucketize(
-                choices_NK[here].flatten()[own.choices_R], stops.to(choices_NK.device), right=True
+                own_choices.flatten()[own.choices_R], stops.to(choices_NK.device), right=True
             ),
-            sent_tokens_S=own.tokens_R + here.start,
+            sent_tokens_S=own_tokens[own.tokens_R],
             given_tokens_R=given_R // num_chosen,
             experts_R=experts_C[given_R] - mine.start,
             num_own_experts=len(mine),
-            starts=tokens.starts(num_tokens),
+            devices_N=tokens.devices().to(choices_NK.device),
+            size=size,
         )
 
     def pieces(self, num_pieces: int) -> list[Piece]:
         """Rows of so many equal parts of each device's tokens."""
-        devices_N, pieces_N = self._parts(num_pieces)
+        pieces_N = self._pieces(num_pieces)
         pieces_S, pieces_R = pieces_N[self.sent_tokens_S], pieces_N[self.given_tokens_R]
-        sources_R = devices_N[self.given_tokens_R]
-        size = len(self.starts) - 1
+        sources_R = self.devices_N[self.given_tokens_R]
         made = []
         for piece in range(num_pieces):
             sent, given = (pieces_S == piece).nonzero().flatten(), (pieces_R == piece).nonzero().flatten()
@@ -123,25 +126,23 @@ class SpreadRows:
             made.append(
                 Piece(
                     sent_rows=sent if num_pieces > 1 else None,
-                    num_sent=_counts(self.sent_to_S[sent], size),
+                    num_sent=_counts(self.sent_to_S[sent], self.size),
                     given_P=given if num_pieces > 1 else None,
                     order_P=sources_P.sort(stable=True).indices,
-                    num_received=_counts(sources_P, size),
+                    num_received=_counts(sources_P, self.size),
                     num_rows=_counts(self.experts_R[given], self.num_own_experts),
                 )
             )
         return made
 
-    def _parts(self, num_pieces: int) -> tuple[Tensor, Tensor]:
-        """Device and piece of each token."""
-        device = self.experts_R.device
-        tokens_N = torch.arange(self.starts[-1], device=device)
-        starts = torch.tensor(self.starts, device=device)
-        devices_N = torch.bucketize(tokens_N, starts[1:], right=True)
-        sizes = starts.diff()[devices_N]
-        # The piece whose end, (piece + 1) * size // pieces, is the first after the token.
-        pieces_N = ((tokens_N - starts[devices_N] + 1) * num_pieces - 1) // sizes
-        return devices_N, pieces_N
+    def _pieces(self, num_pieces: int) -> Tensor:
+        """Piece of each token."""
+        order_N, counts = self.devices_N.sort(stable=True).indices, self.devices_N.bincount()
+        places_N = torch.empty_like(order_N)
+        places_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+        places_N -= (counts.cumsum(0) - counts)[self.devices_N]
+        # The piece whose end, (piece + 1) * count // pieces, is the first after the token's place at its device.
+        return ((places_N + 1) * num_pieces - 1) // counts[self.devices_N]
 
 
 def _counts(places: Tensor, num: int) -> tuple[int, ...]:
