@@ -7,25 +7,23 @@ from typing import assert_never
 from skein.config.job import JobSpec, read_spec, with_steps
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.changing.reroute import ways
-from skein.plan.plan import Plan
 from skein.protocol.log import records
 from skein.protocol.log.divergence import LossWatch
 from skein.protocol.log.holding import Holding, holding_of
+from skein.protocol.log.learned import learned_after, learned_under
 from skein.protocol.log.openings import Opening, is_covered, position_reached
 from skein.protocol.log.usage import Usage
 from skein.protocol.log.workclock import WorkClock
-from skein.protocol.messages.directives import Beginning, ChunkVersion, Decision, StepRecord
+from skein.protocol.messages.directives import Beginning, ChunkVersion, StepRecord
 from skein.protocol.messages.positions import LogPosition
 from skein.types import (
     DEFAULT_NAMESPACE,
     ChunkRef,
     Epoch,
-    Exchanged,
     Generation,
     Incarnation,
     JobId,
     JobState,
-    Local,
     StageSpec,
     Step,
     WorkerId,
@@ -276,7 +274,8 @@ class History:
                 if job.plan is not None and ways(job.plan.plan) != ways(record.plan):
                     job.turned_at = job.version
                 job.standing = _still_standing(job, record)
-                job.learned = _still_learned(job, record.plan)
+                if job.learned and job.plan is not None:
+                    job.learned = learned_under(job.learned, job.plan.plan, record.plan, job.standing)
                 job.plan = record
                 job.holding = (*job.holding, holding_of(job.members, record.plan))
             case records.StepCommitted():
@@ -292,7 +291,8 @@ class History:
                 job.diverged = None if job.losses.doubt() is None else job.diverged
                 job.num_tokens += record.record.num_tokens
                 job.num_late_samples += record.record.num_late_samples
-                job.learned = _learned(job, record.record)
+                plan = None if job.plan is None else job.plan.plan
+                job.learned = learned_after(job.learned, job.spec, plan, record.record)
                 job.worked, job.worked_by = job.plan, job.members
                 are_lines = job.spec.aggregation.walkers.are_lines
                 job.standing = walkers_of(job.plan.plan) if are_lines and job.plan is not None else ()
@@ -463,26 +463,3 @@ def _still_standing(job: JobHistory, record: records.PlanAdopted) -> tuple[tuple
     same = {m.worker for m in set(job.worked_by) & set(job.members)}
     kept = set(walkers_of(record.plan))
     return tuple(x for x in job.standing if x in kept and all(at.worker in same for at in x))
-
-
-def _still_learned(job: JobHistory, plan: Plan) -> tuple[int, ...]:
-    """Values of `learned` in the order of another plan: 0 for walkers that do not go on by it."""
-    if job.plan is None or not job.learned:
-        return ()
-    standing = {chunk for walker in job.standing for chunk in walker}
-    by_chunk = dict(zip(job.plan.plan.groups[-1].members, job.learned, strict=True))
-    return tuple(by_chunk.get(x, 0) if x in standing else 0 for x in plan.groups[-1].members)
-
-
-def _learned(job: JobHistory, record: StepRecord) -> tuple[int, ...]:
-    if not job.spec.aggregation.walkers.are_lines or job.plan is None:
-        return ()
-    if record.decision is not Decision.APPLY:
-        return job.learned
-    num_tokens = {result.group: result.num_tokens for result in record.results}
-    if any(isinstance(group, Exchanged) for group in num_tokens):
-        return ()
-    members = job.plan.plan.groups[-1].members
-    now = [num_tokens.get(Local(member), 0) for member in members]
-    before = job.learned or (0,) * len(now)
-    return tuple(a + b for a, b in zip(before, now, strict=True))
