@@ -37,7 +37,8 @@ class ChoiceMetrics:
             "skein_choice_chance_rows_total",
             "Rows that those drawn by chance stand for, for want of candidates",
         )
-        self._seen_rows: dict[JobId, NDArray[np.bool_]] = {}
+        self._seen_rows: dict[JobId, dict[int, NDArray[np.bool_]]] = {}
+        """By the row of an array, each of which has its own training rows; of any other job as of row 0."""
 
     def chosen(self, record: CoresetChosen) -> None:
         """A choice is recorded."""
@@ -49,11 +50,11 @@ class ChoiceMetrics:
         if record.farness is not None:
             self._farness.labels(job).set(record.farness)
         self._weight.labels(job).set(float(choice.weights.max()))
-        # Before the first choice all rows are drawn, if anything is.
-        fresh = np.full(record.num_rows, record.version > 0)
-        seen = self._seen_rows.setdefault(job, fresh)
-        seen[choice.ids] = True
-        self._seen.labels(job).set(float(seen.mean()))
+        for row, since in [(x.row, x.since) for x in record.rows] or [(0, record.version)]:
+            # Before the first choice all rows are drawn, if anything is.
+            fresh = np.full(record.num_rows, since > 0)
+            self._seen_rows.setdefault(job, {}).setdefault(row, fresh)[choice.ids] = True
+        self._seen.labels(job).set(float(np.mean([x.mean() for x in self._seen_rows[job].values()])))
         self._aside.labels(job).set(record.num_set_aside)
         self._faults.labels(job).inc(record.num_faults)
         self._chance.labels(job).inc(record.num_by_chance)

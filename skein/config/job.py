@@ -287,18 +287,6 @@ class JobSpec(Spec):
                 f"walkers of {self.aggregation.rule} have models of their own to compare rows by: give inputs"
             )
             raise UserError("data.coreset.feature", coreset.feature, hint)
-        if self.sweep is not None:
-            self.check_trial()
-
-    def check_trial(self) -> None:
-        """Refuse what no trial of a sweep can have.
-
-        Raises:
-            UserError: rows would be chosen along the run.
-        """
-        if self.data.coreset.follows_model:
-            hint = "rows of a sweep are chosen once, whatever its models make of them: give inputs"
-            raise UserError("data.coreset.feature", self.data.coreset.feature, hint)
 
     def _check_chunks(self) -> None:
         chunks = self.parallel.chunks

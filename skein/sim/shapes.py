@@ -39,6 +39,8 @@ _MOST_ROWS = 3
 """Rows of an array of a sweep: even few trials are several arrays."""
 _SWEEP_ROUND_STEPS = 24
 """Local steps of a round of a sweep's array: the last round before a rung is shorter."""
+_DIVERGING_SEED = 2
+"""Seed of a row that diverges (`skein.sim.compute.arrays`): that of the first one, where it is asked for all."""
 CHOSEN = CoresetSpec(method="craig", fraction=0.25, refresh_epochs=1, max_overhead=100)
 """Rows of a job that chooses them; however long that takes, it does so every few steps."""
 _HINT = (
@@ -74,6 +76,8 @@ class SimShape:
     """Whether its blocks have experts."""
     is_chosen: bool = False
     """Whether it trains a classifier on a part of its rows, chosen along the run."""
+    has_one_choice: bool = False
+    """Whether all trials of an array draw by the choice of the first that is left, rather than each by its own."""
     num_walled: int = 0
     """The first of the workers, whom nobody can dial: the coordinator relays, and so do the other workers."""
     quota_workers: int | None = None
@@ -126,7 +130,8 @@ class SimShape:
         if self.is_chosen:
             num_hidden = 2 * self.stages * self.chunks - 1
             model = MlpModel(family="mlp", widths=(64,) * num_hidden, num_features=64, num_classes=3)
-            data = DataSpec(sources=(ArraysSource(format="arrays", path="/simulated.npz"),), coreset=CHOSEN)
+            chosen = CHOSEN.model_copy(update={"share": "first_alive" if self.has_one_choice else "row"})
+            data = DataSpec(sources=(ArraysSource(format="arrays", path="/simulated.npz"),), coreset=chosen)
         aggregation, optimizer = RULES[self.rule] if self.rule else plain
         job = JobSpec(
             name="sim",
@@ -177,9 +182,11 @@ class SimShape:
     def _array(self, trial: JobSpec, *, steps: int) -> JobSpec:
         """An array of trials, of so many rounds; the last is shorter than the others."""
         last_step = steps * _ROUND_STEPS - 1
+        first = _DIVERGING_SEED if self.has_one_choice else 0
         array = ArraySpec(
             rows=tuple(
-                ArrayRow(trial=row, optimizer=trial.optimizer, seed=row) for row in range(self.num_rows)
+                ArrayRow(trial=row, optimizer=trial.optimizer, seed=first + row)
+                for row in range(self.num_rows)
             ),
             last_step=last_step,
             schedule_steps=last_step,
@@ -218,7 +225,7 @@ def _one(text: str) -> SimShape:
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
         pattern: PatternName = "auto"
         rule, num_slow, chunks, rows = "", 0, 1, VocabularySplit.OFF
-        is_split, is_in_v, is_sparse, is_chosen = False, False, False, False
+        is_split, is_in_v, is_sparse, is_chosen, has_one_choice = False, False, False, False, False
         checked, priority, after_s, num_walled = 0.0, 0, 0.0, 0
         quota_workers: int | None = None
         quota_running: int | None = None
@@ -260,6 +267,8 @@ def _one(text: str) -> SimShape:
                     rewinds = True
                 case "chosen":
                     is_chosen = True
+                case "shared":
+                    has_one_choice = True
                 case "slow":
                     num_slow = int(words.pop(0))
                 case "rows":
@@ -298,6 +307,7 @@ def _one(text: str) -> SimShape:
         is_in_v=is_in_v,
         is_sparse=is_sparse,
         is_chosen=is_chosen,
+        has_one_choice=has_one_choice,
         rule=rule,
         priority=priority,
         after_s=after_s,
@@ -341,6 +351,10 @@ ARRAYS = tuple(
         "line 1x1 array 1 on 3",
         "line 1x1 array 4 on 4 + line 1x1 array 3 rewinds + line 1x1 array 4",
         "line 2x2 on 5 + line 1x1 array 4",
+        "line 1x1 array 4 chosen on 3",
+        "line 1x1 array 4 chosen rewinds on 3",
+        "line 1x1 array 4 chosen shared on 3",
+        "line 1x1 array 3 chosen shared rewinds on 3 + line 1x3 chosen",
     )
 )
 """Shapes of arrays of trials, alone and beside other jobs."""
@@ -350,6 +364,7 @@ SWEEPS = tuple(
     for text in (
         "line 1x1 sweep 8 rungs 2 on 3",
         "line 1x1 sweep 7 on 3",
+        "line 1x1 sweep 8 rungs 2 chosen on 3",
         "line 1x1 sweep 12 rungs 3 rewinds on 4",
         "line 1x1 sweep 6 rungs 1 rewinds evaluated on 2",
         "line 1x1 sweep 8 rungs 3 rewinds on 4 + line 1x1 sweep 5 + line 1x1 array 3",

@@ -22,7 +22,7 @@ from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
 from skein.protocol.worker.worker import Worker
 from skein.sim.compute.executor import SimExecutor
-from skein.sim.compute.rows import picked_of
+from skein.sim.compute.rows import picked_by
 from skein.sim.lines.network import COORDINATOR, Network
 from skein.sim.lines.streams import Streams
 from skein.sim.lines.transport import Transport
@@ -337,7 +337,7 @@ class World(SimService):
                 seconds = worker.executor.seconds(command.op) * self.times_as_long()
                 worker.is_busy = True
                 self.invariants.begins(worker.machine, command.op)
-                self.invariants.draws(worker.machine, command.op, worker.executor.choice)
+                self.invariants.draws(worker.machine, command.op, worker.executor.choices)
                 worker.executor.begins(command.op, command.generation)
                 self.clock.after(seconds, partial(self._end_op, worker, command, seconds))
             case io.Complete(op=SaveOp() as op):
@@ -349,7 +349,7 @@ class World(SimService):
                 picked = partial(self._picked, worker, command, frozenset(looked_at))
                 self.clock.after(PICK_S, partial(worker.when_running, picked))
             case io.TakeChoice():
-                worker.executor.choice = command.choice
+                worker.executor.draw_by(command.choice)
             case io.SendTensor():
                 self.transport.send(worker, command)
             case io.SendReport():
@@ -396,9 +396,11 @@ class World(SimService):
         job = worker.machine.job
         if job is None:
             return
-        found = picked_of(self._spec_of(job), command.version, looked_at, num_rows=command.num_rows)
-        for part in parts_of(found, command.generation, command.version, part_bytes=PART_BYTES):
-            self._give(worker, part)
+        spec, version = self._spec_of(job), command.version
+        for row, model in worker.executor.asked(spec, version).items():
+            found = picked_by(model, spec, looked_at, num_rows=command.num_rows)
+            for part in parts_of(found, command.generation, version, row=row, part_bytes=PART_BYTES):
+                self._give(worker, part)
 
     def _seen_by(self, me: WorkerId, peers: Sequence[Member]) -> PeersSeen:
         """Peers that a look finds: where a link is cut, or a process stands still, nothing is heard."""

@@ -9,6 +9,7 @@ from skein.config.load import JobFileErrors, parse_job
 from skein.config.sweep.trials import trials_of
 from skein.errors import UserError
 from skein.plan.admission import check_admissible
+from skein.plan.sweeping.packing import alike
 from tests.support.sweeps import RATES
 
 
@@ -160,19 +161,22 @@ def test_a_sweep_over_stages_is_refused() -> None:
         check_admissible(job)
 
 
-def test_rows_that_are_chosen_along_a_run_are_refused_for_trials() -> None:
-    coreset = "data: {sources: [{format: digits}], coreset: {method: %s, feature: %s}}"
+def test_trials_choose_rows_along_the_run_each_by_its_own_model_or_all_by_one() -> None:
+    coreset = "data: {sources: [{format: digits}], coreset: {method: %s, %s}}"
     plain = "data: {sources: [{format: digits}]}"
-    with pytest.raises(
-        ValueError, match=r"data.coreset.feature: 'last_layer': rows of a sweep are chosen once"
+
+    def asking(*settings: str) -> JobSpec:
+        return sweep(
+            "space: {seed: [1, 2], optimizer.eps: [1e-8, 1e-6]}", job=RATES.replace(plain, coreset % settings)
+        )
+
+    for method, share, num_arrays in (
+        ("craig", "share: row", 1),
+        ("craig", "share: first_alive", 2),  # which rows validate is a matter of the seed
+        ("random", "fraction: 0.3", 1),
     ):
-        sweep("space: {seed: [1, 2]}", job=RATES.replace(plain, coreset % ("craig", "last_layer")))
-    job = sweep("space: {data.coreset.method: [none, craig]}", job=RATES)
-    with pytest.raises(
-        ValueError, match=r"trial 1 of sweep .*, data.coreset.feature: 'last_layer'.*give inputs"
-    ):
-        trials_of(job)
-    job = sweep(
-        "space: {data.coreset.method: [none, craig]}", job=RATES.replace(plain, coreset % ("none", "inputs"))
-    )
-    assert [x.job.data.coreset.chooses for x in trials_of(job)] == [False, True]
+        job = asking(method, share)
+        check_admissible(job)
+        assert len(alike(trials_of(job))) == num_arrays
+    with pytest.raises(ValueError, match=r"share: 'first_alive': no model is asked .* leave it away"):
+        asking("random", "share: first_alive")

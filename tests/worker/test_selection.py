@@ -60,7 +60,7 @@ def looked_at(lab: Lab, num_rows: int) -> list[HeadRows]:
     for m in range(-(-num_rows // size)):
         lab.microbatch(Step(0), m, lab.arrangement.paths[m % len(lab.arrangement.paths)], Phase.SELECT)
     found = [bench.compute.traits.take() for bench in lab.benches.values()]
-    return [rows for rows in found if rows is not None]
+    return [rows[0] for rows in found if rows]
 
 
 @pytest.mark.parametrize("layout", list(Layout))
@@ -139,7 +139,7 @@ async def test_a_choice_of_one_worker_is_the_greedy_one_over_all_rows(tmp_path: 
         (rows,) = looked_at(lab, chosen.num_rows)
     finally:
         lab.close()
-    found = picked(rows, job, Step(0), num_rows=chosen.num_rows)
+    found = picked(rows, job, num_rows=chosen.num_rows)
     order = np.argsort(found.ids)
     assert chosen.told.read().ids.tolist() == found.ids[order].tolist()
     assert chosen.told.read().sizes.tolist() == found.sizes[order].tolist()

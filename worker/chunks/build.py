@@ -244,7 +244,7 @@ class Builder:
             groups=assign.groups,
             batches=None
             if dataset is None
-            else BatchReader(dataset, job, microbatches, num_walkers=num_walkers, choice=assign.choice),
+            else BatchReader(dataset, job, microbatches, num_walkers=num_walkers, choices=assign.choices),
             resumption=assign.resumption,
         )
 

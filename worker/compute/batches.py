@@ -13,7 +13,7 @@ from skein.plan.agreeing.election import probe_positions
 from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.tensors import Phase
 from skein.types import MicrobatchId, Step
-from worker.data.coreset import Drawing
+from worker.data.coreset import Drawing, RowDrawing, row_drawings
 from worker.data.dataset import Batch, Dataset
 
 _Key = tuple[Phase, Step, MicrobatchId]
@@ -32,21 +32,26 @@ class BatchReader:
         microbatches: Sequence[MicrobatchId],
         *,
         num_walkers: int = 1,
-        choice: ToldChoice | None = None,
+        choices: Sequence[ToldChoice] = (),
+        drawing: Drawing | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
         """`microbatches`: those of a training step that begin here, in the order in which they do.
 
-        `num_walkers`: so many microbatches of a probe, one after another, have the same samples. `choice`: made along
-        the run, by which samples are drawn.
+        `num_walkers`: so many microbatches of a probe, one after another, have the same samples. `choices`: made along
+        the run, by which samples are drawn; `drawing` is that of a single one.
         """
         self.dataset = dataset
         self._num_walkers = num_walkers
         self._job = job
         self._microbatches = tuple(microbatches)
         self._patience_s = patience_s
-        self._choice = None if choice is None else Drawing.of(choice, job.batch)
+        self._drawing = drawing
+        self.row_drawings: dict[int, RowDrawing] = {}
+        """Drawings of the rows of an array, of those that have a choice."""
         self._ahead: dict[_Key, Future[Batch]] = {}
+        for choice in choices:
+            self.draw_by(choice)
 
     def batch(self, phase: Phase, step: Step, microbatch: MicrobatchId) -> Batch:
         """The samples of one microbatch: of `step`, or of the validation set.
@@ -88,8 +93,14 @@ class BatchReader:
         return positions[first : first + size] or positions[:1]
 
     def draw_by(self, choice: ToldChoice) -> None:
-        """Draw training samples by this choice from now on; what was read ahead is of an older one."""
-        self._choice = Drawing.of(choice, self._job.batch)
+        """Draw training samples by this choice from now on; what was read ahead is of an older one.
+
+        Rows of an array read their own, by `row_drawings`.
+        """
+        if choice.rows:
+            self.row_drawings |= row_drawings(choice, self._job.step_batch)
+            return
+        self._drawing = Drawing.of(choice, self._job.batch)
         self._ahead.clear()
 
     def close(self) -> None:
@@ -106,7 +117,7 @@ class BatchReader:
         phase, step, microbatch = key
         if phase.trains:
             positions = positions_of(step, microbatch, self._job.batch)
-            return _begun(partial(self.dataset.train_batch, positions, self._choice))
+            return _begun(partial(self.dataset.train_batch, positions, self._drawing))
         if phase.selects:
             rows = block_of(microbatch, self._job.batch, self.dataset.num_train_samples)
             return _begun(partial(self.dataset.row_batch, rows))

@@ -28,6 +28,7 @@ from worker.compute.state import STEP, by_name, copied, named_tensors, saved
 from worker.mesh.mesh import Mesh
 from worker.mesh.stage import MeshStage
 from worker.model.stage import Stage, build_stage
+from worker.selection.traits import Traits
 
 
 def update(
@@ -106,9 +107,12 @@ class Chunk:
         """Dtype of parameters, gradients and state."""
         return next(iter(self.params.values())).dtype
 
-    def own_loss(self, op: LossOp | LossInputOp, batches: BatchReader | None) -> Loss | None:
-        """Answer to an op that is a local step of rows, or scores them; None: it is a microbatch of a common sum."""
-        del op, batches
+    def own_loss(self, op: LossOp | LossInputOp, batches: BatchReader | None, traits: Traits) -> Loss | None:
+        """Answer to an op that is a local step of rows, or scores them; None: it is a microbatch of a common sum.
+
+        `traits`: where features are kept.
+        """
+        del op, batches, traits
         return None
 
     def lay_out(self, groups: Iterable[Group], worker: WorkerId) -> None:

@@ -11,7 +11,7 @@ Rules of this file
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -23,13 +23,14 @@ from skein import rng
 from skein.config.data.coreset import CoresetSpec
 from skein.config.job import BatchSpec
 from skein.data.cursor import Cursor
-from skein.data.order import shuffled_index
+from skein.data.order import shuffled_indices
 from skein.errors import UserError
 from skein.numeric.coreset.choice import Choice, choose_by_chance, choose_coreset
 from skein.numeric.coreset.features import vectors
 from skein.numeric.coreset.greedy import Greedy
 from skein.protocol.messages.coresets import MOST_PICKS, MOST_ROWS, ToldChoice
 from skein.storage.outside import call_moved
+from skein.types import Step
 from skein.units import format_bytes
 
 MOST_FEATURE_BYTES = 4 << 30
@@ -39,14 +40,20 @@ _MOST_KEPT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Row at a place of the sequence, by its number among all training rows, and the weight of its loss."""
+class DrawnPlaces:
+    """Rows at places of the sequence, by their numbers among all training rows, and the weights of their losses.
 
-    row: int
-    weight: float
+    In the warm-up the row is `NO_ROW`, for all are drawn then.
+    """
+
+    rows: NDArray[np.int64]
+    weights: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+NO_ROW = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawing:
     """A choice that was made along the run, and the position of the sequence from which samples are drawn by it."""
 
@@ -57,9 +64,37 @@ class Drawing:
     @staticmethod
     def of(told: ToldChoice, batch: BatchSpec) -> "Drawing":
         """Drawing by what the coordinator has told."""
-        choice = told.read()
-        first = Cursor.at_step(told.version, batch).position
-        return Drawing(choice=choice, weights=choice.weights, first=first)
+        return _drawing_from(told.version, told.read(), batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowDrawing:
+    """Drawing of one row of an array, and its own step at which the next choice is due; None: it stays."""
+
+    drawing: Drawing
+    until: int | None
+
+
+def row_drawings(told: ToldChoice, batch: BatchSpec) -> dict[int, RowDrawing]:
+    """Drawings by row; of one and the same choice from one step on they are one object.
+
+    Args:
+        told: by the coordinator, of an array.
+        batch: of a row's step.
+    """
+    choice = told.read() if told.rows else None
+    found: dict[Step, Drawing] = {}
+    drawings = {}
+    for row in told.rows:
+        assert choice is not None, "read above"
+        if row.since not in found:
+            found[row.since] = _drawing_from(row.since, choice, batch)
+        drawings[row.row] = RowDrawing(drawing=found[row.since], until=row.until)
+    return drawings
+
+
+def _drawing_from(step: Step, choice: Choice, batch: BatchSpec) -> Drawing:
+    return Drawing(choice=choice, weights=choice.weights, first=Cursor.at_step(step, batch).position)
 
 
 class Coreset:
@@ -91,27 +126,32 @@ class Coreset:
         self.num_warmup = spec.warmup_epochs * self.num_rows
         self.first = first
 
-    def place(self, position: int, drawing: Drawing | None = None) -> Place | None:
-        """The row at `position` of the endless sequence; None in the warm-up, when all rows are drawn.
+    def places(self, positions: Sequence[int], drawing: Drawing | None = None) -> DrawnPlaces:
+        """The rows at `positions` of the endless sequence.
 
         Args:
+            positions: in any order.
             drawing: by what is drawn where choices follow the model, once there is one.
         """
-        if self.first is None:
-            return None if drawing is None or position < drawing.first else self._drawn(position, drawing)
-        drawn = position - self.num_warmup
-        if drawn < 0:
-            return None
-        choice = self.choice(drawn)
-        index = shuffled_index(drawn, num_samples=self.num_picks, seed=self._seed)
-        return Place(row=int(choice.ids[index]), weight=float(choice.weights[index]))
+        at = np.asarray(positions, np.int64)
+        found = DrawnPlaces(rows=np.full(len(at), NO_ROW), weights=np.ones(len(at), np.float32))
+        if self.first is not None:
+            drawn = at - self.num_warmup
+            self._draw(found, np.flatnonzero(drawn >= 0), drawn)
+        elif drawing is not None:
+            # Each choice is shuffled on its own: a place says nothing of what was drawn before.
+            seed = rng.key(self._seed, drawing.first)
+            drawn = at - drawing.first
+            _fill(found, np.flatnonzero(drawn >= 0), drawn, drawing.choice, drawing.weights, seed=seed)
+        return found
 
-    def _drawn(self, position: int, drawing: Drawing) -> Place:
-        """Each choice is shuffled on its own: a place says nothing of what was drawn before."""
-        seed = rng.key(self._seed, drawing.first)
-        ids = drawing.choice.ids
-        index = shuffled_index(position - drawing.first, num_samples=len(ids), seed=seed)
-        return Place(row=int(ids[index]), weight=float(drawing.weights[index]))
+    def _draw(self, found: DrawnPlaces, where: NDArray[np.int64], drawn: NDArray[np.int64]) -> None:
+        refresh = self._spec.refresh_epochs
+        numbers = drawn[where] * 0 if refresh is None else drawn[where] // (refresh * self.num_picks)
+        for number in np.unique(numbers):
+            own = where[numbers == number]
+            choice = self.choice(int(drawn[own[0]]))
+            _fill(found, own, drawn, choice, choice.weights, seed=self._seed)
 
     def choice(self, drawn: int) -> Choice:
         """The choice by which sample `drawn` after the warm-up is drawn."""
@@ -141,6 +181,20 @@ class Coreset:
         return (
             f"{chosen}, weights {weights.min():.3g} to {weights.max():.3g}, choice {self.first.digest[:12]}"
         )
+
+
+def _fill(
+    found: DrawnPlaces,
+    where: NDArray[np.int64],
+    drawn: NDArray[np.int64],
+    choice: Choice,
+    weights: NDArray[np.float32],
+    *,
+    seed: int,
+) -> None:
+    """Write what a choice has at these places, `drawn` being how many samples were drawn by it before each."""
+    index = shuffled_indices(drawn[where], num_samples=len(choice.ids), seed=seed)
+    found.rows[where], found.weights[where] = choice.ids[index], weights[index]
 
 
 def coreset_of(

@@ -25,7 +25,7 @@ from skein.errors import LocalError, UserError
 from skein.model.layers import AnyModel, LabelledShape
 from skein.storage.roots import EVERYTHING, Roots
 from worker.data.cache import TokenCache
-from worker.data.coreset import Coreset, Drawing, coreset_of
+from worker.data.coreset import NO_ROW, Coreset, Drawing, coreset_of
 from worker.data.labelled import LabelledSamples, open_labelled
 from worker.data.samples import Integers, SampleWindows
 from worker.data.text import SourceOpening, open_source, open_tokens
@@ -91,22 +91,20 @@ class Dataset:
         """
         if self.coreset is None:
             return self._batch(self.selection.train_many([int(position) for position in positions]))
-        places = [self._place(self.coreset, int(position), drawing) for position in positions]
-        weights = np.array([weight for _, weight in places], np.float32)
-        return replace(self._batch(pick for pick, _ in places), weights=weights)
+        at = [int(position) for position in positions]
+        places = self.coreset.places(at, drawing)
+        warm = np.flatnonzero(places.rows == NO_ROW).tolist()
+        picks = self._picks(np.maximum(places.rows, 0).tolist())
+        for place, pick in zip(warm, self.selection.train_many([at[x] for x in warm]), strict=True):
+            picks[place] = pick
+        return replace(self._batch(picks), weights=places.weights)
 
-    def _place(self, coreset: Coreset, position: int, drawing: Drawing | None) -> tuple[Pick, float]:
-        place = coreset.place(position, drawing)
-        if place is None:
-            return self.selection.train(position), 1.0
-        return self._row(place.row), place.weight
-
-    def _row(self, row: int) -> Pick:
-        return Pick(source=0, sample=int(self.selection.splits[0].train([row])[0]))
+    def _picks(self, rows: Sequence[int]) -> list[Pick]:
+        return [Pick(source=0, sample=sample) for sample in self.selection.splits[0].train(rows).tolist()]
 
     def row_batch(self, rows: Sequence[int]) -> Batch:
         """Training samples by their number, from 0: what is chosen of."""
-        return self._batch(self._row(row) for row in rows)
+        return self._batch(self._picks(rows))
 
     def validation_batch(self, positions: Sequence[int]) -> Batch:
         """The validation samples at `positions`: the same ones for the life of the job.

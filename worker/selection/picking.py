@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from skein.config.job import JobSpec
@@ -23,7 +23,7 @@ async def pick(command: PickCandidates, executor: Executor, post: Callable[[Work
     compute = executor.compute
     rows = await asyncio.wrap_future(executor.call(compute.traits.take))
     holding = compute.holding
-    if rows is None or holding is None:
+    if not rows or holding is None:
         return  # Of a generation that is over: nobody waits for it.
     work = asyncio.create_task(asyncio.to_thread(partial(_parts, command, rows, holding.job)))
     while not (await asyncio.wait({work}, timeout=_MOVED_S))[0]:
@@ -32,14 +32,27 @@ async def pick(command: PickCandidates, executor: Executor, post: Callable[[Work
         post(part)
 
 
-def _parts(command: PickCandidates, rows: HeadRows, job: JobSpec) -> tuple[CandidatesPicked, ...]:
+def _parts(
+    command: PickCandidates, rows: Mapping[int, HeadRows], job: JobSpec
+) -> tuple[CandidatesPicked, ...]:
+    return tuple(part for row, own in rows.items() for part in _parts_of_row(command, row, own, job))
+
+
+def _parts_of_row(
+    command: PickCandidates, row: int, rows: HeadRows, job: JobSpec
+) -> tuple[CandidatesPicked, ...]:
     try:
-        found = picked(rows, job, command.version, num_rows=command.num_rows)
+        found = picked(rows, job, num_rows=command.num_rows)
     except (SkeinError, MemoryError) as error:
         _log.warning("step=%d no candidates: %s", command.version, one_line(error))
         failed = CandidatesPicked(
-            generation=command.generation, version=command.version, part=0, num_parts=1, error=one_line(error)
+            generation=command.generation,
+            version=command.version,
+            row=row,
+            part=0,
+            num_parts=1,
+            error=one_line(error),
         )
         return (failed,)
     _log.info("step=%d picked %d of %d rows", command.version, len(found.ids), len(rows.ids))
-    return parts_of(found, command.generation, command.version)
+    return parts_of(found, command.generation, command.version, row=row)

@@ -27,9 +27,21 @@ MOST_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRows:
-    """Training rows at a head: their ids, classes and logits, and the inputs of its matrix."""
+class RowAsked:
+    """Row of an array whose model is asked, and the steps that it has made; any other job asks for row 0."""
 
+    row: int
+    step: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRows:
+    """Training rows at a head: their ids, classes and logits, and the inputs of its matrix.
+
+    `step`: steps that the model has made by which they are compared.
+    """
+
+    step: Step
     ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     hidden_NH: NDArray[np.float64] | None
@@ -60,7 +72,7 @@ class Traits:
 
     def __init__(self) -> None:
         self._version: Step | None = None
-        self._rows: dict[MicrobatchId, HeadRows] = {}
+        self._rows: dict[int, dict[MicrobatchId, HeadRows]] = {}
         self._num_bytes = 0
 
     def forget(self) -> None:
@@ -75,8 +87,11 @@ class Traits:
         hidden: Tensor,
         logits: Tensor,
         labels: Tensor,
+        of: RowAsked | None = None,
     ) -> None:
         """Keep what the head has of a microbatch of training rows, which are in the order of their ids.
+
+        `of`: the model, in an array.
 
         Raises:
             UserError: they are too many.
@@ -86,7 +101,9 @@ class Traits:
             self._version = version
         wants_hidden = job.data.coreset.feature == "last_layer"
         first = microbatch * job.batch.microbatch_samples
+        asked = of or RowAsked(row=0, step=version)
         rows = HeadRows(
+            step=asked.step,
             ids=np.arange(first, first + len(labels)),
             labels=labels.cpu().numpy(),
             hidden_NH=_float64(hidden) if wants_hidden else None,
@@ -96,27 +113,30 @@ class Traits:
         if self._num_bytes > MOST_BYTES:
             hint = (
                 f"features of the rows of one worker take more than {format_bytes(MOST_BYTES)}: "
-                "give feature: logits, method: random, or more workers"
+                "give feature: logits, method: random, or more workers; in a sweep a smaller per_array"
             )
             raise UserError("data.coreset.feature", job.data.coreset.feature, hint)
-        self._rows[microbatch] = rows
+        self._rows.setdefault(asked.row, {})[microbatch] = rows
 
-    def take(self) -> HeadRows | None:
-        """All rows that are here, ascending, which are kept no longer; None: there are none."""
-        found = [self._rows[m] for m in sorted(self._rows)]
+    def take(self) -> dict[int, HeadRows]:
+        """All rows that are here, ascending, by the row of the array whose model was asked; they are kept no longer."""
+        found = {row: _together([rows[m] for m in sorted(rows)]) for row, rows in sorted(self._rows.items())}
         self.forget()
-        if not found:
-            return None
-        hidden = [x.hidden_NH for x in found if x.hidden_NH is not None]
-        return HeadRows(
-            ids=np.concatenate([x.ids for x in found]),
-            labels=np.concatenate([x.labels for x in found]),
-            hidden_NH=np.concatenate(hidden) if hidden else None,
-            logits_NC=np.concatenate([x.logits_NC for x in found]),
-        )
+        return found
 
 
-def picked(rows: HeadRows, job: JobSpec, version: Step, *, num_rows: int) -> Candidates:
+def _together(found: list[HeadRows]) -> HeadRows:
+    hidden = [x.hidden_NH for x in found if x.hidden_NH is not None]
+    return HeadRows(
+        step=found[0].step,
+        ids=np.concatenate([x.ids for x in found]),
+        labels=np.concatenate([x.labels for x in found]),
+        hidden_NH=np.concatenate(hidden) if hidden else None,
+        logits_NC=np.concatenate([x.logits_NC for x in found]),
+    )
+
+
+def picked(rows: HeadRows, job: JobSpec, *, num_rows: int) -> Candidates:
     """Candidates among a worker's rows, of `num_rows` that all workers have. Takes seconds where these are many.
 
     Raises:
@@ -124,7 +144,7 @@ def picked(rows: HeadRows, job: JobSpec, version: Step, *, num_rows: int) -> Can
     """
     spec = job.data.coreset
     groups = rows.labels if spec.group_by == "label" else np.zeros_like(rows.labels)
-    picking = Picking.at(spec, version, num_rows=num_rows)
+    picking = Picking.at(spec, rows.step, num_rows=num_rows)
     return pick_candidates(rows.features, groups, rows.ids, picking, num_rows=num_rows)
 
 

@@ -10,12 +10,14 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from skein.config.job import ArrayJob
 from skein.config.rule import Walkers
 from skein.errors import LocalError
 from skein.numeric.aggregate.rules import rule_of
 from skein.numeric.sums import exact_sum
+from skein.plan.sweeping.choosing import RowPlace, asked_rows
 from skein.protocol.log.records import walker_prefix
 from skein.protocol.messages.array_rounds import RowScore
 from skein.protocol.messages.directives import StepRecord
@@ -24,6 +26,7 @@ from skein.types import GroupId, StageSpec, Step
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
 from worker.model.stage import Stage, build_stage
+from worker.selection.traits import RowAsked, Traits
 from worker.sweep.choosing import PassChoices
 from worker.sweep.held import HeldRows
 from worker.sweep.reading import RowReader
@@ -91,12 +94,15 @@ class ArrayChunk(Chunk):
 
     # --- a round ---
 
-    def own_loss(self, op: LossOp | LossInputOp, batches: BatchReader | None) -> Loss:
-        """Local steps of all rows, or the score of each on validation data."""
+    def own_loss(self, op: LossOp | LossInputOp, batches: BatchReader | None, traits: Traits) -> Loss:
+        """Local steps of all rows, or the score of each on validation data; in a selection `traits` keep its rows."""
         if batches is None:
             raise LocalError("a round begins here, but no data were opened")
         if self._reader is None or self._reader.dataset is not batches.dataset:
             self._reader = RowReader(batches.dataset, self.job, self.held.device)
+        self._reader.draw_by(batches.row_drawings)
+        if op.phase.selects:
+            return self._compare(self._reader, op, traits)
         return self._step(self._reader, op) if op.phase.trains else self._score(self._reader, op)
 
     def _step(self, reader: RowReader, op: LossOp | LossInputOp) -> Loss:
@@ -116,17 +122,39 @@ class ArrayChunk(Chunk):
     def _score(self, reader: RowReader, op: LossOp | LossInputOp) -> Loss:
         scores = []
         for row in range(len(self.held)):
-            params = self.held.params_of(row)
-            for name, param in self._scorer.named_parameters():
-                param.data = params[name]
-            inputs, labels = reader.validation(row, op.step, op.microbatch)
-            loss, num_tokens = self._scorer.loss(inputs, labels)
+            inputs, labels = reader.looked_at(row, op.phase, op.step, op.microbatch)
+            loss, num_tokens = self._as_row(row).loss(inputs, labels)
             scores.append(RowScore(loss_sum=loss.item(), num_tokens=num_tokens))
         return Loss(
             loss_sum=exact_sum(x.loss_sum for x in scores if isfinite(x.loss_sum)),
             num_tokens=sum(x.num_tokens for x in scores),
             rows=tuple(scores),
         )
+
+    def _as_row(self, row: int) -> Stage:
+        """A model with the parameters of a row, until it is asked for again."""
+        params = self.held.params_of(row)
+        for name, param in self._scorer.named_parameters():
+            param.data = params[name]
+        return self._scorer
+
+    @torch.no_grad()
+    def _compare(self, reader: RowReader, op: LossOp | LossInputOp, traits: Traits) -> Loss:
+        """Have features kept of a microbatch of training rows, by the model of each row that is asked."""
+        counts, going = [x.num_updates for x in self.held.numbers], self.held.going()
+        places = [
+            RowPlace(count=count, is_going=row in going, due=reader.due(row))
+            for row, count in enumerate(counts)
+        ]
+        loss_sum, num_tokens = 0.0, 0
+        for row in asked_rows(self.job.data.coreset.share, places):
+            inputs, labels = reader.looked_at(row, op.phase, op.step, op.microbatch)
+            hidden, logits = self._as_row(row).traits(inputs)
+            asked = RowAsked(row=row, step=Step(counts[row]))
+            traits.keep(self.job, op.step, op.microbatch, hidden, logits, labels, of=asked)
+            loss_sum += functional.cross_entropy(logits, labels, reduction="sum").item()
+            num_tokens += len(labels)
+        return Loss(loss_sum=loss_sum, num_tokens=num_tokens)
 
     # --- the copy, where other chunks have sums ---
 

@@ -1,19 +1,21 @@
-"""Samples of an array's rows: each reads what its seed and its count of updates name; what is equal is read once.
+"""Samples of an array's rows: each reads what its seed, its count of updates and its choice name, equal ones once.
 
 Steps of small models take less time than to look their samples up one batch after the other, so many are read at once.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from skein.config.job import ArrayJob, BatchSpec
+from skein.plan.sweeping.choosing import first_choice
 from skein.protocol.messages.tensors import Phase
 from skein.types import MicrobatchId, Step
 from worker.compute.batches import BatchReader
 from worker.compute.payload import placed
+from worker.data.coreset import Drawing, RowDrawing
 from worker.data.dataset import Dataset
 from worker.model.base import Labels
 from worker.sweep.passes import RowBatch
@@ -38,15 +40,46 @@ class RowReader:
         self.dataset = dataset
         self._device = device
         self._seeds = [row.seed for row in job.rows]
+        self._drawings: dict[int, RowDrawing] = {}
+        self._coreset = job.data.coreset
         self._size = job.step_batch.samples
         self._num_steps = max(1, _READ_SAMPLES // self._size)
         size = self._num_steps * self._size
-        block = job.model_copy(update={"batch": BatchSpec(samples=size, microbatch_samples=size)})
-        selected = {seed: dataset.under(seed, job) for seed in sorted(set(self._seeds))}
-        self._blocks = {
-            seed: _Blocks(BatchReader(x, block, [_FIRST]), device) for seed, x in selected.items()
-        }
-        self._validating = {seed: BatchReader(x, job, [_FIRST]) for seed, x in selected.items()}
+        self._block = job.model_copy(update={"batch": BatchSpec(samples=size, microbatch_samples=size)})
+        self._selected = {seed: dataset.under(seed, job) for seed in sorted(set(self._seeds))}
+        self._looking = {seed: BatchReader(x, job, [_FIRST]) for seed, x in self._selected.items()}
+        self._blocks: dict[tuple[int, Drawing | None], _Blocks] = {}
+        self._sort()
+
+    def draw_by(self, drawings: Mapping[int, RowDrawing]) -> None:
+        """Have these rows draw by choices that were made along the run, from their next step on."""
+        if any(self._drawings.get(row) is not drawing for row, drawing in drawings.items()):
+            self._drawings = dict(drawings)
+            self._sort()
+
+    def _sort(self) -> None:
+        """Blocks of what rows draw now; those of what none draws any more go."""
+        wanted = [(self._seeds[row], self._drawing(row)) for row in range(len(self._seeds))]
+        self._blocks = {key: self._blocks.get(key) or self._blocks_of(*key) for key in wanted}
+        self._of_row = [self._blocks[key] for key in wanted]
+
+    def _drawing(self, row: int) -> Drawing | None:
+        return self._drawings[row].drawing if row in self._drawings else None
+
+    def _blocks_of(self, seed: int, drawing: Drawing | None) -> "_Blocks":
+        reader = BatchReader(self._selected[seed], self._block, [_FIRST], drawing=drawing)
+        return _Blocks(reader, self._device)
+
+    @property
+    def num_rows(self) -> int:
+        """Training rows of each row's data: so many validate under every seed."""
+        return self.dataset.num_train_samples
+
+    def due(self, row: int) -> int | None:
+        """Step of a row at which the next choice is due; None: it stays, or none is made along the run."""
+        if row in self._drawings:
+            return self._drawings[row].until
+        return first_choice(self._coreset, num_rows=self.num_rows, samples=self._size)
 
     def batch(self, rows: Sequence[int], steps: Sequence[int]) -> RowBatch:
         """Samples of a step of each of these rows, in their order.
@@ -54,7 +87,7 @@ class RowReader:
         Raises:
             UnfitError: they cannot be read here.
         """
-        wanted = [(self._seeds[row], step) for row, step in zip(rows, steps, strict=True)]
+        wanted = [(self._of_row[row], step) for row, step in zip(rows, steps, strict=True)]
         read = {key: self._step(*key) for key in dict.fromkeys(wanted)}
         labels = [read[key][1] for key in wanted]
         weights = [x.weights for x in labels if x.weights is not None]
@@ -64,21 +97,24 @@ class RowReader:
             torch.stack(weights) if weights else None,
         )
 
-    def _step(self, seed: int, step: int) -> tuple[Tensor, Labels]:
+    def _step(self, blocks: "_Blocks", step: int) -> tuple[Tensor, Labels]:
         number, place = divmod(step, self._num_steps)
-        inputs, labels = self._blocks[seed].block(number)
+        inputs, labels = blocks.block(number)
         own = slice(place * self._size, (place + 1) * self._size)
         return inputs[own], Labels(
             labels.labels[own], None if labels.weights is None else labels.weights[own]
         )
 
-    def validation(self, row: int, step: Step, microbatch: MicrobatchId) -> tuple[Tensor, Tensor]:
-        """Inputs and labels (B, ...) of one of a row's validation microbatches.
+    def looked_at(
+        self, row: int, phase: Phase, step: Step, microbatch: MicrobatchId
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs and labels (B, ...) of a microbatch that a row learns nothing from: of its validation data, or in a
+        selection of its training rows.
 
         Raises:
             UnfitError: they cannot be read here.
         """
-        batch = self._validating[self._seeds[row]].batch(Phase.EVALUATE, step, microbatch)
+        batch = self._looking[self._seeds[row]].batch(phase, step, microbatch)
         inputs, labels = placed(batch, self._device)
         return inputs, labels.labels
 

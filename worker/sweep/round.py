@@ -47,6 +47,9 @@ class RowRound:
         self.places = held.going()
         rows = held.taken(self.places)
         settings = [held.settings_of(row) for row in self.places]
+        last_step, dues = held.job.array.last_step, map(reader.due, self.places)
+        self._ends = [last_step if due is None else min(due, last_step) for due in dues]
+        """Steps at which each of the copy's rests."""
         self.choice = self._chosen(module, choices, reader, rows)
         self.array = RowArray.over(module, rows, settings, self.choice.kind)
 
@@ -84,13 +87,12 @@ class RowRound:
         )
 
     def _move(self, reader: RowReader) -> bool:
-        """Have every row that is not at its end make a step; whether there is one."""
+        """Have every row make a step that is neither at its end nor has a choice due; whether there is one."""
         array = self.array
-        last_step = self._held.job.array.last_step
         resting = [
             place
             for place, count in enumerate(array.rows.num_updates)
-            if count >= last_step or place in array.frozen
+            if count >= self._ends[place] or place in array.frozen
         ]
         self.numbers = [replace(x, num_tokens=0) for x in self.numbers]
         if len(resting) == len(self.places):

@@ -8,6 +8,9 @@ from skein.errors import UserError
 from skein.spec import Spec
 
 Feature = Literal["last_layer", "logits", "inputs"]
+Share = Literal["row", "first_alive"]
+"""Models by which rows are compared where several train side by side: each by its own, or the first one's that is
+left."""
 
 
 class CoresetSpec(Spec):
@@ -33,6 +36,9 @@ class CoresetSpec(Spec):
     distributed: Literal["greedi", "local"] = "greedi"
     """Choice of what several workers pick of their rows: again among all that they picked, or all of it, each its
     share. Take local where so many picks are too much to send."""
+    share: Share = "row"
+    """Choice for each trial of an array, by its own model; or one for all of them, by the model of the first that was
+    not retired. A single choice takes as little time as one trial's, and is nobody else's own."""
     max_overhead: Annotated[float, Field(gt=0, le=100)] = 0.25
     """Seconds of a choice, as a share of those of the training since the one before, above which choices come half as
     often from then on. Raise it if every choice is worth its time."""
@@ -45,6 +51,9 @@ class CoresetSpec(Spec):
             what = "a choice of inputs" if self.chooses else "none"
             hint = f"{what} has nothing to choose anew: leave it away, or give method: random or feature: last_layer"
             raise UserError("refresh_epochs", self.refresh_epochs, hint)
+        if self.share != "row" and not self.follows_model:
+            hint = "no model is asked for a choice, so trials of one seed have the same: leave it away"
+            raise UserError("share", self.share, hint)
         return self
 
     @property

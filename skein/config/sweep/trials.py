@@ -99,7 +99,6 @@ def _trial(job: JobSpec, number: int, settings: Settings) -> SweepTrial:
         _replace(document, key, settings, number)
     try:
         trial = job_from_document({**document})
-        trial.check_trial()
     except JobFileErrors as error:
         raise named(error.errors[0], number, settings) from error
     except UserError as error:

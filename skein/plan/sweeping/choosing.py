@@ -15,7 +15,7 @@ from skein.config.data.coreset import CoresetSpec, Share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlace:
-    """How far a row is.
+    """Steps that a row has made, and is to make by its choice.
 
     Args:
         count: steps that it has made.
@@ -44,10 +44,10 @@ def first_choice(spec: CoresetSpec, *, num_rows: int, samples: int) -> int | Non
     return ceil(spec.warmup_epochs * num_rows / samples) if spec.follows_model else None
 
 
-def steps_of(passes: int, *, num_picks: int, samples: int) -> int | None:
+def steps_of_passes(passes: int, *, num_picks: int, samples: int) -> int | None:
     """Steps in which a choice is seen so many times; None: it stays.
 
-    >>> steps_of(3, num_picks=20, samples=8), steps_of(0, num_picks=20, samples=8)
+    >>> steps_of_passes(3, num_picks=20, samples=8), steps_of_passes(0, num_picks=20, samples=8)
     (8, None)
     """
     return ceil(passes * num_picks / samples) if passes else None

@@ -59,7 +59,11 @@ class Parting:
 def parting(trial: SweepTrial) -> Parting:
     """Keys and values that a trial shares with all that may be rows beside it."""
     job = trial.job
-    document: dict[str, JsonValue] = job.model_dump(mode="json", exclude={"seed"})
+    # A seed says which rows validate, so rows with one choice have one seed.
+    has_one_choice = job.data.coreset.share == "first_alive"
+    document: dict[str, JsonValue] = job.model_dump(
+        mode="json", exclude=set() if has_one_choice else {"seed"}
+    )
     document["optimizer"] = job.optimizer.model_dump(mode="json", exclude=set(_NUMBERS))
     if isinstance(job.optimizer, SgdSpec):
         # Without a momentum there is no state for one.

@@ -4,16 +4,19 @@ from dataclasses import dataclass, field, replace
 from math import inf, isfinite, prod
 from typing import assert_never
 
-from skein.config.job import JobSpec, read_spec, with_steps
+from skein.config.job import ArrayJob, JobSpec, read_spec, with_steps
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.changing.reroute import ways
+from skein.plan.sweeping.choosing import RowPlace, rounds_left
 from skein.protocol.log import records
 from skein.protocol.log.divergence import LossWatch
 from skein.protocol.log.holding import Holding, holding_of
 from skein.protocol.log.learned import learned_after, learned_under
 from skein.protocol.log.openings import Opening, is_covered, position_reached
+from skein.protocol.log.row_choices import carried_choices, newest_choices, row_places
 from skein.protocol.log.usage import Usage
 from skein.protocol.log.workclock import WorkClock
+from skein.protocol.messages.array_rounds import RowNumbers
 from skein.protocol.messages.directives import Beginning, ChunkVersion, StepRecord
 from skein.protocol.messages.positions import LogPosition
 from skein.types import (
@@ -70,6 +73,8 @@ class JobHistory:
     last_evaluation: records.Evaluated | None = None
     chosen: list[records.CoresetChosen] = field(default_factory=list)
     """Newest choices of rows that count, oldest first; who goes back further chooses anew."""
+    rounds: dict[Step, tuple[RowNumbers, ...]] = field(default_factory=dict)
+    """Numbers of an array's rows after steps that it may go back to."""
     losses: LossWatch = field(default_factory=LossWatch)
     clock: WorkClock = field(default_factory=WorkClock)
     diverged: records.Diverged | None = None
@@ -156,9 +161,20 @@ class JobHistory:
     @property
     def total_steps(self) -> int:
         """Steps after which the budget is spent, as far as data were counted and the pace tells of its hours."""
+        if isinstance(self.spec, ArrayJob) and self.spec.data.coreset.follows_model:
+            # Rounds end where choices are due, so there are more than the budget has.
+            last_step, round_steps = self.spec.array.last_step, self.spec.round_steps
+            return self.version + rounds_left(self.places, last_step=last_step, round_steps=round_steps)
         by_time = self.clock.total_steps(self.spec, self.version)
         num_steps = None if self.counted is None else self.counted.num_steps
         return by_time if num_steps is None else min(by_time, num_steps)
+
+    @property
+    def places(self) -> tuple[RowPlace, ...]:
+        """Places of the rows of an array; any other job has none."""
+        if not isinstance(self.spec, ArrayJob):
+            return ()
+        return row_places(self.spec, self.counted, self.chosen, self.rounds.get(self.version, ()))
 
     @property
     def rewinds(self) -> list[records.RolledBack]:
@@ -241,12 +257,17 @@ class History:
             sweep=record.sweep,
             trials=record.trials,
         )
+        if isinstance(job.spec, ArrayJob):
+            job.chosen = carried_choices(job.spec, job.job, self._chosen_of)
         if sweep is None:
             self.num_submitted += 1
             self.job_by_key[namespace, record.key] = record.job
         else:
             sweep.arrays.append(record.job)
         self._note_pending(job)
+
+    def _chosen_of(self, job: JobId) -> list[records.CoresetChosen]:
+        return self.jobs[job].chosen if job in self.jobs else []
 
     def _note_pending(self, job: JobHistory) -> None:
         """Keep the pending jobs in order: many more have ended, and the scheduler asks all the time."""
@@ -286,6 +307,7 @@ class History:
                 self._usage.setdefault(job.namespace, Usage()).add(worker_s, wall_s=record.wall_s)
                 job.version = Step(job.version + 1)
                 job.last_commit = record.record
+                _note_round(job, record.record)
                 job.losses.stepped(record.record)
                 job.clock.stepped(record.wall_s)
                 job.diverged = None if job.losses.doubt() is None else job.diverged
@@ -305,7 +327,7 @@ class History:
                 job.scores[record.version] = record.loss if isfinite(record.loss) else inf
             case records.CoresetChosen():
                 assert record.version == job.version, f"{record.version} at version {job.version}"
-                job.chosen = [*job.chosen, record][-KEPT_CHOICES:]
+                job.chosen = newest_choices([*job.chosen, record], KEPT_CHOICES)
                 job.clock.goes_on(record.wall_s)
             case records.CheckpointCommitted():
                 found = [c for c in job.checkpoints if c.version != record.version]
@@ -333,6 +355,7 @@ class History:
                 job.version = record.to_version
                 job.learned = ()
                 job.chosen = [x for x in job.chosen if x.version <= record.to_version]
+                job.rounds = {at: x for at, x in job.rounds.items() if at <= record.to_version}
                 job.last_commit = None
                 job.standing = ()
                 job.rollbacks.append(record)
@@ -418,6 +441,14 @@ class History:
         if found.end is not None:
             return found.end.state
         return None if found.held is None else JobState.HELD
+
+
+def _note_round(job: JobHistory, record: StepRecord) -> None:
+    """Keep what the rows of an array have come to, as long as it may go back there."""
+    if job.spec.rows:
+        oldest = min((x.version for x in job.checkpoints), default=Step(0))
+        job.rounds = {at: x for at, x in job.rounds.items() if at >= oldest}
+        job.rounds[job.version] = record.rows
 
 
 def _resume(job: JobHistory, record: records.JobResumed) -> None:

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from skein.plan.plan import Plan
 from skein.protocol.messages.array_rounds import RowScore
-from skein.protocol.messages.coresets import ToldChoice
+from skein.protocol.messages.coresets import DrawingRow, ToldChoice
 from skein.protocol.messages.directives import Beginning, CheckpointFile, StepRecord
 from skein.types import (
     Epoch,
@@ -135,11 +135,13 @@ class CoresetChosen:
     overhead: float | None
     """Seconds of the selection over those of the training since the choice before; None: there was none."""
     wall_s: float
+    rows: tuple[DrawingRow, ...] = ()
+    """Rows of an array that draw by the choice; none of any other job."""
 
     @property
     def told(self) -> ToldChoice:
         """The choice as workers are told."""
-        return ToldChoice(version=self.version, ids=self.ids, sizes=self.sizes)
+        return ToldChoice(version=self.version, ids=self.ids, sizes=self.sizes, rows=self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

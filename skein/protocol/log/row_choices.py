@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from skein.config.job import ArrayJob
-from skein.plan.sweeping.choosing import RowPlace, first_choice, steps_of
+from skein.plan.sweeping.choosing import RowPlace, first_choice, steps_of_passes
 from skein.protocol.log.records import CoresetChosen, DataCounted
 from skein.protocol.messages.array_rounds import RowNumbers
 from skein.protocol.messages.coresets import DrawingRow, ToldChoice
@@ -57,7 +57,7 @@ def carried_choices(
     for row, arrayed in enumerate(array.rows):
         if (origin := arrayed.origin) is None:
             continue
-        before = [x for x in chosen_of(origin.job) if x.version <= origin.version]
+        before = [x for x in chosen_of(JobId(origin.job)) if x.version <= origin.version]
         choice = choice_by_row(before).get(origin.row)
         if choice is not None:
             record, drawing = choice
@@ -71,11 +71,11 @@ def row_places(
     chosen: Sequence[CoresetChosen],
     numbers: Sequence[RowNumbers],
 ) -> tuple[RowPlace, ...]:
-    """How far the rows of an array are, `numbers` being theirs at its version; none: it begins."""
+    """Places of the rows of an array, `numbers` being theirs at its version; none: it begins."""
     newest, spec, samples = choice_by_row(chosen), array.data.coreset, array.step_batch.samples
     num_rows = 0 if counted is None else counted.num_train_samples
     first = None if counted is None else first_choice(spec, num_rows=num_rows, samples=samples)
-    usual = steps_of(spec.refresh_epochs or 0, num_picks=spec.num_picks(num_rows), samples=samples)
+    usual = steps_of_passes(spec.refresh_epochs or 0, num_picks=spec.num_picks(num_rows), samples=samples)
     places = []
     for row in range(len(array.rows)):
         count = numbers[row].num_updates if numbers else array.array.first_step

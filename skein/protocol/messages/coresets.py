@@ -4,7 +4,7 @@ Arrays are little-endian bytes: they may be long, and are looked at as wholes al
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,8 @@ class CandidatesPicked:
 
     generation: Generation
     version: Step
+    row: int = 0
+    """Row of an array whose model has picked; of any other job 0."""
     part: int
     num_parts: int
     groups: tuple[int, ...] = ()
@@ -48,18 +50,32 @@ class CandidatesPicked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrawingRow:
+    """Row of an array that draws by a choice, from its own step `since` on."""
+
+    row: int
+    since: Step
+    until: Step | None
+    """Step of the row at which the next choice is due; None: it stays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToldChoice:
-    """The choice by which samples are drawn from `version` on: int32 ids of rows, float32 rows that each stands for."""
+    """The choice by which samples are drawn from `version` on: int32 ids of rows, float32 rows that each stands for.
+
+    In an array, by those of its `rows` that are named alone.
+    """
 
     version: Step
     ids: bytes
     sizes: bytes
+    rows: tuple[DrawingRow, ...] = ()
 
     @staticmethod
-    def of(choice: Choice, version: Step) -> "ToldChoice":
+    def of(choice: Choice, version: Step, rows: tuple[DrawingRow, ...] = ()) -> "ToldChoice":
         """A choice as it is told."""
         ids, sizes = choice.ids.astype(_IDS), choice.sizes.astype(_FLOATS)
-        return ToldChoice(version=version, ids=ids.tobytes(), sizes=sizes.tobytes())
+        return ToldChoice(version=version, ids=ids.tobytes(), sizes=sizes.tobytes(), rows=rows)
 
     @property
     def num_picks(self) -> int:
@@ -77,17 +93,26 @@ class ToldChoice:
 
 
 def parts_of(
-    candidates: Candidates, generation: Generation, version: Step, *, part_bytes: int = PART_BYTES
+    candidates: Candidates,
+    generation: Generation,
+    version: Step,
+    *,
+    row: int = 0,
+    part_bytes: int = PART_BYTES,
 ) -> tuple[CandidatesPicked, ...]:
-    """A worker's candidates as it tells of them: 4·k·(d + 2) bytes in all, and a few for each part."""
+    """A worker's candidates as it tells of them: 4·k·(d + 2) bytes in all, and a few for each part.
+
+    `row`: of an array, whose model has picked.
+    """
     groups = candidates.groups
     each = max(1, candidates.num_bytes // max(1, len(groups)))
     size = max(1, part_bytes // each)
     starts = range(0, max(1, len(groups)), size)
-    return tuple(
+    parts = (
         _part(candidates, groups, slice(start, start + size), generation, version, number, len(starts))
         for number, start in enumerate(starts)
     )
+    return tuple(replace(part, row=row) for part in parts)
 
 
 def _part(

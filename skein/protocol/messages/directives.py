@@ -281,8 +281,9 @@ class Assign(GenerationDirective):
     """None: nothing of a step in progress counts any more."""
     begins: Beginning | None = None
     """Checkpoint whose parameters chunks of an initial source begin with; None: with what the job says."""
-    choice: ToldChoice | None = None
-    """Choice by which samples are drawn at `version`; None: all rows are, or what the job says of them."""
+    choices: tuple[ToldChoice, ...] = ()
+    """Choice by which samples are drawn at `version`, of an array those of all its rows; none: all rows are drawn, or
+    what the job says of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ _FIELDS = {
     COUNT: (
         "epoch generation number step version from_version to_version checkpoint_version keeps "
         "JobResumed.steps ResumeRequest.steps last_good due_step taken_at drops_before total_steps "
-        "samples_after num_late_samples progress sequence since since_line line entry tensor seed num_tokens "
+        "samples_after num_late_samples progress sequence since until since_line line entry tensor seed num_tokens "
         "tokens num_train_samples num_validation_samples num_incidents num_files num_steps_lost num_steps "
         "num_choices Balance.num_dropped num_updates num_rewinds num_local_steps num_rows num_set_aside num_by_chance "
         "passes next_version num_steps_wanted num_collectives"

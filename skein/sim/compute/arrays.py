@@ -9,15 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from skein.config.job import ArrayJob, read_spec
+from skein.config.job import ArrayJob, JobSpec, read_spec
+from skein.plan.sweeping.choosing import RowPlace, asked_rows, first_choice
 from skein.protocol.messages.array_rounds import LOSS_NOT_FINITE, ArrayRound, PassKind, RowNumbers, RowScore
+from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.directives import Assign
 from skein.protocol.messages.reports import Balance
 from skein.protocol.worker.ops import ApplyOp, ComputeOp, Loss
 from skein.sim.compute.executor import SimExecutor, StageTimes
+from skein.sim.compute.rows import NUM_ROWS, AskedModel
 from skein.sim.judging.contributions import Judge
 from skein.sim.judging.invariants import Violated, Visits, initial_of
-from skein.types import JobId, StageIndex, WorkerId
+from skein.types import JobId, StageIndex, Step, WorkerId
 
 _DIVERGES_AT = {2: (21, 40), 6: (15, 40)}
 """By the seed modulo 8, counts of updates after which a row diverges: for the first time, and if it goes on after that,
@@ -165,6 +168,31 @@ class ArrayExecutor(SimExecutor):
         """Whether the copy of the round in progress stays, the ledger being carried over or not."""
         return is_carried
 
+    def draw_by(self, choice: ToldChoice) -> None:
+        """Draw samples by this choice from now on: those of the rows that it names, if it names any."""
+        named = {row.row for row in choice.rows}
+        others = (replace(x, rows=tuple(row for row in x.rows if row.row not in named)) for x in self.choices)
+        self.choices = (*(x for x in others if x.rows), choice)
+
+    def asked(self, job: JobSpec, version: Step) -> Mapping[int, AskedModel]:
+        """Models of the rows of an array that are asked."""
+        if not isinstance(job, ArrayJob):
+            return super().asked(job, version)
+        rows = asked_rows(job.data.coreset.share, self._places(job))
+        return {row: AskedModel(seed=self._rows[row].seed, step=Step(self._rows[row].count)) for row in rows}
+
+    def _places(self, job: ArrayJob) -> list[RowPlace]:
+        due = {row.row: row.until for choice in self.choices for row in choice.rows}
+        first = first_choice(job.data.coreset, num_rows=NUM_ROWS, samples=job.step_batch.samples)
+        return [
+            RowPlace(
+                count=row.count,
+                is_going=not row.retired and row.count < job.array.last_step,
+                due=due.get(at, first),
+            )
+            for at, row in enumerate(self._rows)
+        ]
+
     def _compute(self, op: ComputeOp) -> Loss | Balance | None:
         outcome = super()._compute(op)
         if self._job is None or not isinstance(outcome, Loss):
@@ -177,7 +205,11 @@ class ArrayExecutor(SimExecutor):
 
     def _local_step(self, job: ArrayJob) -> ArrayRound:
         before = [row.count for row in self._copy]
-        moved = [not row.retired and row.count < job.array.last_step for row in self._copy]
+        ends = [job.array.last_step if x.due is None else x.due for x in self._places(job)]
+        moved = [
+            not row.retired and row.count < min(end, job.array.last_step)
+            for row, end in zip(self._copy, ends, strict=True)
+        ]
         self._copy = [self._moved(at) if moved[at] else row for at, row in enumerate(self._copy)]
         tokens = [int(row.count > was) for row, was in zip(self._copy, before, strict=True)]
         return ArrayRound(

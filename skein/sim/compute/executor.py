@@ -41,6 +41,7 @@ from skein.protocol.worker.ops import (
     TensorKey,
     hop_key,
 )
+from skein.sim.compute.rows import AskedModel
 from skein.sim.judging.contributions import (
     Contributions,
     Judge,
@@ -185,8 +186,8 @@ class SimExecutor:
         self._shard_bytes: dict[GroupId, int] = {}
         self._visits = Visits(by_stage={}, by_chunk={})
         self._is_resumed = False
-        self.choice: ToldChoice | None = None
-        """By which samples are drawn; None: as the job says."""
+        self.choices: tuple[ToldChoice, ...] = ()
+        """By which samples are drawn; none: as the job says."""
         self.looked_at: set[MicrobatchId] = set()
         """Microbatches of training rows whose features are here."""
         self._kept: set[tuple[Kept, MicrobatchId, StageIndex]] = set()
@@ -204,7 +205,7 @@ class SimExecutor:
         """
         self._given_up |= {chunk.stage: chunk for chunk in self.chunks.values()}
         self.times = times
-        self.choice = assign.choice
+        self.choices = assign.choices
         self.looked_at.clear()
         self._visits = visits
         self._members = {group.group: group.members for group in assign.groups}
@@ -228,6 +229,14 @@ class SimExecutor:
         for group in assign.groups:
             held = [times[m.stage].parameter_bytes for m in group.members if m.stage in times]
             self._shard_bytes[group.group] = max(held) // group.num_shards
+
+    def draw_by(self, choice: ToldChoice) -> None:
+        """Draw samples by this choice from now on."""
+        self.choices = (choice,)
+
+    def asked(self, job: JobSpec, version: Step) -> Mapping[int, AskedModel]:
+        """Models that are asked what is to be chosen, by the row of an array; of any other job that of row 0."""
+        return {0: AskedModel(seed=job.seed, step=version)}
 
     def _carried(
         self, assign: Assign, resumed: ResumedChunk, before: Mapping[StageIndex, SimChunk]

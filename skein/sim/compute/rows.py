@@ -1,6 +1,7 @@
 """Rows that simulated workers choose of: features are drawn by the row and the version, and some are not finite."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,15 +19,31 @@ _OFTEN_ODD = 5
 """At the last of so many versions many rows cannot be compared, at others one."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedModel:
+    """Model by which rows are compared: of this seed, after so many steps."""
+
+    seed: int
+    step: Step
+
+
 def picked_of(
     job: JobSpec, version: Step, microbatches: Iterable[MicrobatchId], *, num_rows: int
 ) -> Candidates:
-    """Candidates among the rows of these microbatches, by the code that workers run."""
+    """Candidates among the rows of these microbatches by a job's own model, by the code that workers run."""
+    return picked_by(AskedModel(seed=job.seed, step=version), job, microbatches, num_rows=num_rows)
+
+
+def picked_by(
+    model: AskedModel, job: JobSpec, microbatches: Iterable[MicrobatchId], *, num_rows: int
+) -> Candidates:
+    """Candidates by the model of a row of an array, or of a job."""
+    version = model.step
     size = job.batch.microbatch_samples
     ids = np.array([m * size + i for m in sorted(microbatches) for i in range(size)], np.int64)
     ids = ids[ids < num_rows]
     labels = np.arange(num_rows) % _CLASSES
-    generator = rng.stream(job.seed, "rows", version)
+    generator = rng.stream(model.seed, "rows", version)
     hidden = generator.normal(size=(num_rows, _HIDDEN)) + labels[:, None]
     errors = generator.normal(size=(num_rows, _CLASSES))
     errors[_ODD_ROW :: 10 if version % _OFTEN_ODD == _OFTEN_ODD - 1 else num_rows] = np.nan

@@ -7,7 +7,7 @@ Rules of this file
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,8 +15,8 @@ from skein.config.job import ArrayJob, JobSpec
 from skein.plan.changing.shards import rows_by_end
 from skein.plan.ops import Direction
 from skein.plan.plan import Plan
-from skein.protocol.log.choosing import choice_due_at
-from skein.protocol.log.history import History
+from skein.protocol.log.choosing import is_choice_due
+from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import (
     Averaged,
     CheckpointCommitted,
@@ -31,8 +31,8 @@ from skein.protocol.log.records import (
     RolledBack,
     StepCommitted,
 )
-from skein.protocol.messages.array_rounds import RowNumbers
-from skein.protocol.messages.coresets import ToldChoice
+from skein.protocol.log.row_choices import choices_in_force
+from skein.protocol.messages.coresets import DrawingRow, ToldChoice
 from skein.protocol.messages.directives import (
     Assign,
     Commit,
@@ -186,14 +186,10 @@ class Invariants:
                 self.visits[record.generation] = visits_of(record.plan)
                 _check_rows(self._replayed.jobs[record.job].spec, record.plan)
             case StepCommitted():
-                spec = self._replayed.jobs[record.job].spec
-                branch = self._branches[record.job]
-                if isinstance(spec, ArrayJob) and not self.has_liars:
-                    before = (
-                        branch.records[-1].rows if branch.records else rows_at_begin(spec, self._replayed)
-                    )
-                    _check_round(spec, before, record.record)
-                self._committed(branch, record.record, num_samples=spec.batch.samples)
+                job, branch = self._replayed.jobs[record.job], self._branches[record.job]
+                if not self.has_liars:
+                    self._check_round(job, branch.records[-1:], record.record)
+                self._committed(branch, record.record, num_samples=job.spec.batch.samples)
             case CoresetChosen():
                 _check_choice(record)
             case RolledBack():
@@ -208,6 +204,14 @@ class Invariants:
                 raise Violated(f"a checkpoint of version {version}, which does not count")
             case _:
                 pass
+
+    def _check_round(self, job: JobHistory, last: Sequence[StepRecord], record: StepRecord) -> None:
+        """A round of an array is committed, after another or first."""
+        if not isinstance(job.spec, ArrayJob):
+            return
+        before = last[0].rows if last else rows_at_begin(job.spec, self._replayed)
+        if faults := row_faults(job.spec, before, record.rows, job.places):
+            raise Violated(f"step {record.step}: {faults[0]}")
 
     def _committed(self, branch: _Branch, record: StepRecord, *, num_samples: int) -> None:
         if record.step != len(branch.records):
@@ -335,19 +339,22 @@ class Invariants:
             if built != who.generation:
                 raise Violated(f"{who.identity.worker} computes under {who.generation}, has built {built}")
 
-    def draws(self, who: Worker, op: Op, choice: ToldChoice | None) -> None:
-        """Samples of a step are drawn by the choice that was recorded last before it, once one is due."""
+    def draws(self, who: Worker, op: Op, choices: Sequence[ToldChoice]) -> None:
+        """Samples of a step are drawn by the choice that was recorded last before it, once one is due.
+
+        Of an array each row has its own.
+        """
         job = None if who.job is None else self._replayed.jobs[who.job]
         if job is None or who.generation != job.generation or not isinstance(op, ComputeOp):
             return
         is_drawn = op.kind.row.takes is Direction.FORWARD and op.operand is None
         if not op.phase.trains or not is_drawn or op.step > job.version:
             return
-        name, due_at = who.identity.worker, choice_due_at(job)
-        if due_at is not None and op.step >= due_at:
+        name = who.identity.worker
+        if op.step == job.version and is_choice_due(job):
             raise Violated(f"{name} draws samples of step {op.step}, before which rows are to be chosen")
-        recorded = [record.told for record in job.chosen if record.version <= op.step]
-        if choice != (recorded[-1] if recorded else None):
+        recorded = choices_in_force([record for record in job.chosen if record.version <= op.step])
+        if _by_row(choices) != _by_row(recorded):
             raise Violated(f"{name} draws samples of step {op.step} by another choice than was recorded")
 
     def applies(self, who: Worker, record: StepRecord, lineages: Iterable[str]) -> None:
@@ -408,11 +415,14 @@ def _check_begin(history: History, record: JobSubmitted) -> None:
         raise Violated(f"{record.job}: {faults[0]}")
 
 
-def _check_round(job: ArrayJob, before: Sequence[RowNumbers], record: StepRecord) -> None:
-    """A round of an array is committed."""
-    faults = row_faults(job, before, record.rows)
-    if faults:
-        raise Violated(f"step {record.step}: {faults[0]}")
+def _by_row(choices: Sequence[ToldChoice]) -> dict[int, tuple[ToldChoice, DrawingRow | None]]:
+    """Choices by the row of an array that draws by them; of any other job that of row 0."""
+    found: dict[int, tuple[ToldChoice, DrawingRow | None]] = {}
+    for choice in choices:
+        if not choice.rows:
+            found[0] = choice, None
+        found |= {row.row: (replace(choice, version=Step(0), rows=()), row) for row in choice.rows}
+    return found
 
 
 def _check_rows(job: JobSpec, plan: Plan) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from skein.config.job import ArrayJob, read_spec
 from skein.config.sweep.rows import RowOrigin
+from skein.plan.sweeping.choosing import RowPlace
 from skein.protocol.log.history import History
 from skein.protocol.log.records import JobSubmitted
 from skein.protocol.messages.array_rounds import RowNumbers
@@ -54,11 +55,22 @@ def _last_of(origin: RowOrigin, history: History) -> RowNumbers:
     return _DRAWN if last is None else last.rows[origin.row]
 
 
-def row_faults(job: ArrayJob, before: Sequence[RowNumbers], after: Sequence[RowNumbers]) -> list[str]:
+def row_faults(
+    job: ArrayJob,
+    before: Sequence[RowNumbers],
+    after: Sequence[RowNumbers],
+    places: Sequence[RowPlace] = (),
+) -> list[str]:
     """Faults of a round that is committed after another, or first; before a first round there may be nothing.
 
-    A row makes all steps of a round, but beyond its last; one that was put back has made fewer. A retired one makes
-    none, and stays retired.
+    A row makes all steps of a round, but beyond its last, or where rows are to be chosen for it; one that was put back
+    has made fewer. A retired one makes none, and stays retired.
+
+    Args:
+        job: the array.
+        before: numbers of its rows when the round began; none: it is the first.
+        after: those that are committed.
+        places: rows when the round began, where they are chosen for along the run.
     """
     first = [job.array.first_step] * len(job.rows)
     counts = [row.num_updates for row in before] or first
@@ -66,7 +78,9 @@ def row_faults(job: ArrayJob, before: Sequence[RowNumbers], after: Sequence[RowN
     for at, (count, row) in enumerate(zip(counts, after, strict=True)):
         was = before[at] if before else None
         grown = row.num_updates - count
-        wanted = min(job.round_steps, job.array.last_step - count)
+        due = places[at].due if places else None
+        last_step = job.array.last_step if due is None else min(due, job.array.last_step)
+        wanted = min(job.round_steps, last_step - count)
         if was is not None and was.retired and (not row.retired or grown):
             faults.append(f"row {at} was retired, and has made {grown} steps")
         elif row.retired and grown:

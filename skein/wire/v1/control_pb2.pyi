@@ -1133,6 +1133,7 @@ class CandidatesPicked(_message.Message):
     NUM_SET_ASIDE_FIELD_NUMBER: _builtins.int
     FARNESS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     version: _builtins.int
     part: _builtins.int
@@ -1146,6 +1147,8 @@ class CandidatesPicked(_message.Message):
     farness: _builtins.float
     """Distance from rows to the candidates that stand for them, summed over all parts."""
     error: _builtins.str
+    row: _builtins.int
+    """Of an array, whose model has picked; else 0."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of the rows of this part, in order,"""
@@ -1173,10 +1176,11 @@ class CandidatesPicked(_message.Message):
         num_set_aside: _builtins.int = ...,
         farness: _builtins.float = ...,
         error: _builtins.str = ...,
+        row: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "error", b"error", "factors", b"factors", "farness", b"farness", "generation", b"generation", "groups", b"groups", "ids", b"ids", "num_parts", b"num_parts", "num_set_aside", b"num_set_aside", "part", b"part", "sizes", b"sizes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "error", b"error", "factors", b"factors", "farness", b"farness", "generation", b"generation", "groups", b"groups", "ids", b"ids", "num_parts", b"num_parts", "num_set_aside", b"num_set_aside", "part", b"part", "row", b"row", "sizes", b"sizes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1191,21 +1195,27 @@ class ToldChoice(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     SIZES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     ids: _builtins.bytes
     """int32, little-endian."""
     sizes: _builtins.bytes
     """float32, little-endian: how many rows each stands for."""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.DrawingRow]:
+        """Of an array: those that draw by it."""
+
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         ids: _builtins.bytes = ...,
         sizes: _builtins.bytes = ...,
+        rows: _abc.Iterable[_ids_pb2.DrawingRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "sizes", b"sizes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "rows", b"rows", "sizes", b"sizes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1690,7 +1700,7 @@ class Assign(_message.Message):
     EVALUATION_ORIGINS_FIELD_NUMBER: _builtins.int
     RESUMPTION_FIELD_NUMBER: _builtins.int
     BEGINS_FIELD_NUMBER: _builtins.int
-    CHOICE_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     job: _builtins.str
@@ -1716,8 +1726,8 @@ class Assign(_message.Message):
         """What chunks of an initial source begin with; absent: with what the job says."""
 
     @_builtins.property
-    def choice(self) -> Global___ToldChoice:
-        """By which samples are drawn; absent: all rows are."""
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToldChoice]:
+        """By which samples are drawn, in an array of each row; none: all rows are."""
 
     def __init__(
         self,
@@ -1736,22 +1746,18 @@ class Assign(_message.Message):
         evaluation_origins: _abc.Iterable[Global___Origin] | None = ...,
         resumption: Global___Resumption | None = ...,
         begins: _ids_pb2.Beginning | None = ...,
-        choice: Global___ToldChoice | None = ...,
+        choices: _abc.Iterable[Global___ToldChoice] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_choice", b"_choice", "_resumption", b"_resumption", "begins", b"begins", "choice", b"choice", "resumption", b"resumption", "schedule", b"schedule"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_resumption", b"_resumption", "begins", b"begins", "resumption", b"resumption", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_choice", b"_choice", "_resumption", b"_resumption", "begins", b"begins", "choice", b"choice", "chunks", b"chunks", "epoch", b"epoch", "evaluation_origins", b"evaluation_origins", "generation", b"generation", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_evaluation_paths", b"num_evaluation_paths", "num_paths", b"num_paths", "origins", b"origins", "resumption", b"resumption", "schedule", b"schedule", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_resumption", b"_resumption", "begins", b"begins", "choices", b"choices", "chunks", b"chunks", "epoch", b"epoch", "evaluation_origins", b"evaluation_origins", "generation", b"generation", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_evaluation_paths", b"num_evaluation_paths", "num_paths", b"num_paths", "origins", b"origins", "resumption", b"resumption", "schedule", b"schedule", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__begins: _TypeAlias = _typing.Literal["begins"]  # noqa: Y015
     _WhichOneofArgType__begins: _TypeAlias = _typing.Literal["_begins", b"_begins"]  # noqa: Y015
-    _WhichOneofReturnType__choice: _TypeAlias = _typing.Literal["choice"]  # noqa: Y015
-    _WhichOneofArgType__choice: _TypeAlias = _typing.Literal["_choice", b"_choice"]  # noqa: Y015
     _WhichOneofReturnType__resumption: _TypeAlias = _typing.Literal["resumption"]  # noqa: Y015
     _WhichOneofArgType__resumption: _TypeAlias = _typing.Literal["_resumption", b"_resumption"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__begins) -> _WhichOneofReturnType__begins | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__choice) -> _WhichOneofReturnType__choice | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resumption) -> _WhichOneofReturnType__resumption | None: ...
 

@@ -1095,6 +1095,37 @@ class ArrayRound(_message.Message):
 Global___ArrayRound: _TypeAlias = ArrayRound  # noqa: Y015
 
 @_typing.final
+class DrawingRow(_message.Message):
+    """Row of an array that draws by a choice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    since: _builtins.int
+    """Its own step."""
+    until: _builtins.int
+    """Its own step at which the next choice is due; absent: it stays."""
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        since: _builtins.int = ...,
+        until: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_until", b"_until", "until", b"until"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_until", b"_until", "row", b"row", "since", b"since", "until", b"until"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__until: _TypeAlias = _typing.Literal["until"]  # noqa: Y015
+    _WhichOneofArgType__until: _TypeAlias = _typing.Literal["_until", b"_until"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__until) -> _WhichOneofReturnType__until | None: ...
+
+Global___DrawingRow: _TypeAlias = DrawingRow  # noqa: Y015
+
+@_typing.final
 class RowScore(_message.Message):
     """Loss of one row of an array on validation data."""
 

@@ -568,6 +568,7 @@ class CoresetChosen(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     OVERHEAD_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     version: _builtins.int
     ids: _builtins.bytes
@@ -590,6 +591,10 @@ class CoresetChosen(_message.Message):
     overhead: _builtins.float
     """Seconds over those of the training since the choice before."""
     wall_s: _builtins.float
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.DrawingRow]:
+        """Of an array: those that draw by it."""
+
     def __init__(
         self,
         *,
@@ -607,10 +612,11 @@ class CoresetChosen(_message.Message):
         seconds: _builtins.float = ...,
         overhead: _builtins.float | None = ...,
         wall_s: _builtins.float = ...,
+        rows: _abc.Iterable[_ids_pb2.DrawingRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_farness", b"_farness", "_overhead", b"_overhead", "farness", b"farness", "overhead", b"overhead"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_farness", b"_farness", "_overhead", b"_overhead", "digest", b"digest", "farness", b"farness", "ids", b"ids", "job", b"job", "num_by_chance", b"num_by_chance", "num_faults", b"num_faults", "num_rows", b"num_rows", "num_set_aside", b"num_set_aside", "overhead", b"overhead", "passes", b"passes", "seconds", b"seconds", "sizes", b"sizes", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_farness", b"_farness", "_overhead", b"_overhead", "digest", b"digest", "farness", b"farness", "ids", b"ids", "job", b"job", "num_by_chance", b"num_by_chance", "num_faults", b"num_faults", "num_rows", b"num_rows", "num_set_aside", b"num_set_aside", "overhead", b"overhead", "passes", b"passes", "rows", b"rows", "seconds", b"seconds", "sizes", b"sizes", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__farness: _TypeAlias = _typing.Literal["farness"]  # noqa: Y015
     _WhichOneofArgType__farness: _TypeAlias = _typing.Literal["_farness", b"_farness"]  # noqa: Y015

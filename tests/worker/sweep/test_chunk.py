@@ -34,6 +34,7 @@ from worker.compute.ops import Compute
 from worker.compute.state import FATE, STEP
 from worker.data.dataset import open_dataset
 from worker.data.labelled import LabelledSamples
+from worker.selection.traits import Traits
 from worker.sweep.chunk import ArrayChunk
 
 STAGE = StageSpec(index=StageIndex(0), first=0, stop=2)
@@ -61,7 +62,7 @@ class Held:
             op = LossOp(
                 phase=Phase.TRAIN, step=self.chunk.version, microbatch=MicrobatchId(m), hop=0, path=PATH
             )
-            array = self.chunk.own_loss(op, self.batches).array
+            array = self.chunk.own_loss(op, self.batches, Traits()).array
             assert array is not None, "a local step tells of rows"
             parts.append(array)
         whole = ArrayRound.together(parts)

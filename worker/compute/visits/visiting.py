@@ -156,7 +156,7 @@ class Visiting:
         return all(self._is_mine(hop) for hop in left)
 
     def _loss(self, op: LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> Visited:
-        if (own := self._chunk(op.chunk).own_loss(op, self._holding.batches)) is not None:
+        if (own := self._chunk(op.chunk).own_loss(op, self._holding.batches, self._traits)) is not None:
             return Visited(outcome=own)
         given = self._input(op, operands)
         x, labels = given.crossing, given.labels

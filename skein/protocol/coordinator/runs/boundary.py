@@ -115,8 +115,7 @@ class Boundary:
 
     def chose(self, made: RowsChosen, *, now: float) -> None:
         """Rows were chosen: record them, and draw samples of them."""
-        if self._course.is_selecting:
-            self._parts.selecting.chose(made, now=now)
+        if self._course.is_selecting and self._parts.selecting.chose(made, now=now):
             self.go_on(now=now)
 
     def evaluated(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> None:

@@ -105,11 +105,11 @@ class Ending(RunPart):
             return rewind
         if job.diverged is not None and job.spec.on_divergence != "ignore":
             return Stop(state=JobState.FAILED, reason=self._failure())
-        if job.version >= job.total_steps:
-            reason = f"{job.version} steps done"
-            return Stop(state=JobState.FINISHED, reason=reason, evaluates=True, saves=True)
         if _has_no_row_left(job):
             reason = f"all rows are retired after {job.version} steps"
+            return Stop(state=JobState.FINISHED, reason=reason, evaluates=True, saves=True)
+        if job.version >= job.total_steps:
+            reason = f"{job.version} steps done"
             return Stop(state=JobState.FINISHED, reason=reason, evaluates=True, saves=True)
         return None
 

@@ -24,6 +24,7 @@ from skein.protocol.coordinator.runs.placing.sources import Sources, assignments
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.records import Averaged, PlanAdopted, RolledBack
+from skein.protocol.log.row_choices import choices_in_force
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.directives import Resumption, StepRecord
 from skein.protocol.messages.reports import ChunksReady
@@ -273,7 +274,7 @@ class Placement(RunPart):
             job_spec=self._spec_json,
             resumptions=resumptions,
             begins=job.begins,
-            choice=job.chosen[-1].told if job.chosen else None,
+            choices=choices_in_force(job.chosen),
         )
         self._members.assign(told)
 

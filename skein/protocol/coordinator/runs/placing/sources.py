@@ -144,11 +144,11 @@ def assignments(
     job_spec: str,
     resumptions: Mapping[WorkerId, Resumption],
     begins: Beginning | None = None,
-    choice: ToldChoice | None = None,
+    choices: tuple[ToldChoice, ...] = (),
 ) -> dict[WorkerId, Assign]:
     """Assignment of each worker of the plan; `resumptions` are of those who go on with a step in progress.
 
-    `choice`: by which samples are drawn, which those need alone whose paths begin there.
+    `choices`: by which samples are drawn, which those need alone whose paths begin there.
     """
     stages = {stage.index: stage for stage in plan.stages}
     origins, evaluation_origins = _origins(plan.paths), _origins(plan.evaluation_paths)
@@ -181,7 +181,7 @@ def assignments(
             groups=tuple(group for group in plan.groups if worker in group.workers),
             resumption=resumptions.get(worker),
             begins=begins,
-            choice=choice if origins[worker] else None,
+            choices=choices if origins[worker] else (),
         )
         for worker, held in chunks.items()
     }

@@ -6,7 +6,7 @@ from skein.plan.admission import check_admissible
 from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import DataCounted
-from skein.protocol.messages.coresets import MOST_ROWS
+from skein.protocol.messages.coresets import MOST_PICKS, MOST_ROWS
 
 
 def count_data(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: float) -> str | None:
@@ -21,9 +21,15 @@ def count_data(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: 
     Returns:
         Why the job cannot be: it does not agree with the steps that its epochs are. None if it can.
     """
-    spec, samples = job.spec, job.spec.batch.samples
+    spec, samples = job.spec, job.spec.step_batch.samples
     if spec.data.coreset.follows_model and not samples <= num_train_samples <= MOST_ROWS:
         return f"data: {num_train_samples} rows: choices along the run are made of {samples} to {MOST_ROWS}"
+    num_told = len(spec.rows) * spec.data.coreset.num_picks(num_train_samples)
+    if spec.data.coreset.follows_model and spec.data.coreset.share == "row" and num_told > MOST_PICKS:
+        hint = (
+            f"of {len(spec.rows)} trials side by side are more than {MOST_PICKS}, which can be told at once"
+        )
+        return f"data: {num_told} chosen rows {hint}: give a smaller sweep.per_array, or share: first_alive"
     counted = job.counted or _count(job, num_train_samples, outbox, now=now)
     if counted.num_steps is None or job.version:
         return None

@@ -5,6 +5,8 @@ Rules of this file
 - Whoever dies or is late costs its own rows their choice and nobody else's: chance draws of them. Where others were
   not done either, the selection begins anew; after `MOST_TRIES` of that, chance draws of whatever is wanting.
 - The second stage runs beside: until its answer comes nothing is awaited of workers.
+- In an array models of rows are asked, with one choice for each: its one worker picks for all at once, they are chosen
+  one after the other, and recorded together. Who has not picked for all of them has not picked.
 """
 
 from collections import Counter
@@ -18,7 +20,15 @@ from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import ChooseRows, RowsChosen
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.workers.members import Members
-from skein.protocol.log.choosing import is_choice_due, overhead, passes_until_next
+from skein.protocol.log.choosing import (
+    asked_now,
+    choice_before,
+    drawn_by,
+    is_choice_due,
+    overhead,
+    passes_until_next,
+    step_of_row,
+)
 from skein.protocol.log.records import CoresetChosen
 from skein.protocol.membership.membership import Lost
 from skein.protocol.messages.coresets import (
@@ -36,6 +46,8 @@ LATE_RATIO = 3.0
 GRACE_S = 5.0
 """A worker is late that takes so many times as long as the first half of all did, and so many seconds more."""
 MOST_TRIES = 3
+_Place = tuple[WorkerId, int]
+"""Worker, and row of an array whose model it asks; of any other job 0."""
 _PART_BYTES, _GROUP_BYTES = 512, 80
 """Memory of a part that has nothing in it, and of a group's number and count."""
 
@@ -50,10 +62,13 @@ class Selecting(RunPart):
         self._began_s = self._sent_s = self._half_s = 0.0
         self._num_tries = 0
         self._portions: dict[WorkerId, Portion] = {}
-        self._parts: dict[WorkerId, dict[int, CandidatesPicked]] = {}
-        self._proposed: dict[WorkerId, Candidates | str] = {}
+        self._rows: tuple[int, ...] = ()
+        """Rows of an array whose models are asked; (0,) for any other job."""
+        self._parts: dict[_Place, dict[int, CandidatesPicked]] = {}
+        self._proposed: dict[_Place, Candidates | str] = {}
+        self._chosen: dict[int, Chosen] = {}
         self._gone: set[WorkerId] = set()
-        self._num_bytes = Counter[WorkerId]()
+        self._num_bytes = Counter[_Place]()
         self._asked: int | None = None
 
     def is_due(self) -> bool:
@@ -70,6 +85,7 @@ class Selecting(RunPart):
         if self._version != self._job.version:
             self._forget()
             self._version, self._began_s = self._job.version, now
+            self._rows = asked_now(self._job)
         if self._portions:
             self._ask()
             return
@@ -88,33 +104,34 @@ class Selecting(RunPart):
 
     def picked(self, worker: WorkerId, report: CandidatesPicked, *, now: float) -> None:
         """Take a part of what a worker has picked; once nothing is wanting, choose among all."""
+        place = (worker, report.row)
         if worker not in self._portions or report.version != self._version or self._asked is not None:
             return
-        if worker in self._proposed:
+        if report.row not in self._rows or place in self._proposed:
             return  # What more it tells of is for nothing.
-        parts = self._parts.setdefault(worker, {})
+        parts = self._parts.setdefault(place, {})
         parts[report.part] = report
-        self._num_bytes[worker] += _num_bytes(report)
+        self._num_bytes[place] += _num_bytes(report)
         if (fault := fault_of_part(report)) is not None:
-            self._refuse(worker, fault)
+            self._refuse(place, fault)
         elif self._num_bytes.total() > MOST_CANDIDATE_BYTES:
             # Whoever tells of most by far pays, not whoever is last.
-            heaviest = max(sorted(self._num_bytes), key=lambda name: self._num_bytes[name])
+            heaviest = max(sorted(self._num_bytes), key=lambda at: self._num_bytes[at])
             self._refuse(
                 heaviest, "too many candidates to keep: give a smaller fraction, or distributed: local"
             )
-        if len(parts) == report.num_parts and worker not in self._proposed:
-            self._proposed[worker] = _candidates([parts[i] for i in sorted(parts)])
-        if 2 * len(self._proposed) >= len(self._portions) and not self._half_s:
+        if len(parts) == report.num_parts and place not in self._proposed:
+            self._proposed[place] = _candidates([parts[i] for i in sorted(parts)])
+        if 2 * (len(self._portions) - len(self._wanting())) >= len(self._portions) and not self._half_s:
             self._half_s = now
         if not self._wanting():
             self._ask()
 
-    def _refuse(self, worker: WorkerId, why: str) -> None:
+    def _refuse(self, place: _Place, why: str) -> None:
         """Keep nothing of what a worker has told of."""
-        self._proposed[worker] = why
-        self._parts.pop(worker, None)
-        self._num_bytes.pop(worker, None)
+        self._proposed[place] = why
+        self._parts.pop(place, None)
+        self._num_bytes.pop(place, None)
 
     def late_at(self) -> float:
         """Time at which who has not picked is waited for no more."""
@@ -124,28 +141,36 @@ class Selecting(RunPart):
 
     def late(self) -> None:
         """Choose without those who have not picked yet."""
-        for worker in self._wanting():
-            self._proposed[worker] = "it was late"
+        self._leave_out("it was late")
         self._ask()
 
     def is_answer(self, made: RowsChosen) -> bool:
         """Whether this is what was asked for last."""
         return made.run == self._job.job and made.request == self._asked
 
-    def chose(self, made: RowsChosen, *, now: float) -> None:
-        """Record the choice, and have samples drawn by it."""
+    def chose(self, made: RowsChosen, *, now: float) -> bool:
+        """Record the choice, and have samples drawn by it; False: of an array, another row's is to be made yet."""
+        self._chosen[self._rows[len(self._chosen)]] = made.chosen
+        if len(self._chosen) < len(self._rows):
+            self._ask_next()
+            return False
         seconds = max(0.0, now - self._began_s)
-        record = self._recorded(made.chosen, seconds=seconds, now=now)
-        self._tell(record, made.chosen)
-        self._out.record(record)
+        records = [self._recorded(row, x, seconds=seconds, now=now) for row, x in self._chosen.items()]
+        for record, chosen in zip(records, self._chosen.values(), strict=True):
+            self._tell(record, chosen)
+            self._out.record(record)
+            self._members.send_placed(UseChoice(choice=record.told))
         self._forget()
-        self._members.send_placed(UseChoice(choice=record.told))
+        return True
 
-    def _recorded(self, chosen: Chosen, *, seconds: float, now: float) -> CoresetChosen:
-        """The choice as it counts: the one before stays where too many rows cannot be compared."""
+    def _recorded(self, row: int, chosen: Chosen, *, seconds: float, now: float) -> CoresetChosen:
+        """The choice as it counts: the one before stays where too many rows cannot be compared.
+
+        `seconds`: of the choices of all rows of an array, whose time each has its part of.
+        """
         job, version, choice = self._job, self._job.version, chosen.choice
-        share = overhead(job, seconds)
-        fresh = ToldChoice.of(choice, version)
+        share = overhead(job, seconds, row)
+        fresh, passes = ToldChoice.of(choice, version), passes_until_next(job, share, row)
         record = CoresetChosen(
             job=job.job,
             version=version,
@@ -157,14 +182,15 @@ class Selecting(RunPart):
             num_set_aside=choice.num_set_aside,
             num_by_chance=chosen.num_by_chance,
             num_faults=len(chosen.faults),
-            passes=passes_until_next(job, share),
-            seconds=seconds,
+            passes=passes,
+            seconds=seconds / len(self._rows),
             overhead=share,
             wall_s=now,
+            rows=drawn_by(job, row, passes=passes, num_picks=fresh.num_picks),
         )
-        if choice.num_set_aside <= MOST_ODD * self._num_rows or not job.chosen:
+        last = choice_before(job, row)
+        if choice.num_set_aside <= MOST_ODD * self._num_rows or last is None:
             return record
-        last = job.chosen[-1]
         return replace(
             record,
             ids=last.ids,
@@ -178,21 +204,26 @@ class Selecting(RunPart):
 
     def _tell(self, record: CoresetChosen, chosen: Chosen) -> None:
         weights, num_odd = record.told.read().weights, chosen.choice.num_set_aside
+        whose = f"trial {', '.join(self._trial(x.row) for x in record.rows)}: " if record.rows else ""
+        at = f"step={record.version} coreset: {whose}"
         self._log(
-            f"step={record.version} coreset: {len(weights)} of {record.num_rows} rows, weights "
+            f"{at}{len(weights)} of {record.num_rows} rows, weights "
             f"{weights.min():.3g} to {weights.max():.3g}, choice {record.digest[:12]}, in {record.seconds:.1f} s"
         )
         if num_odd:
             stays = "; the choice before stays" if record.digest != chosen.choice.digest else ""
-            self._log(f"step={record.version} coreset: features of {num_odd} rows are not finite{stays}")
+            self._log(f"{at}features of {num_odd} rows are not finite{stays}")
         for worker, reason in sorted(chosen.faults.items()):
-            self._log(f"step={record.version} coreset: rows of {worker} are drawn by chance: {reason}")
+            self._log(f"{at}rows of {worker} are drawn by chance: {reason}")
         share, most = record.overhead, self._job.spec.data.coreset.max_overhead
         if share is not None and share > most and record.passes:
             self._log(
-                f"step={record.version} coreset: choosing took {share:.0%} of the training before, above "
+                f"{at}choosing took {share:.0%} of the training before, above "
                 f"max_overhead of {most:.0%}: the next choice is made after {record.passes} passes"
             )
+
+    def _trial(self, row: int) -> str:
+        return str(self._job.spec.rows[row].trial)
 
     # --- what all parts are told ---
 
@@ -204,9 +235,9 @@ class Selecting(RunPart):
         """Keep what was picked if only those who are gone are wanting; otherwise begin anew."""
         self._asked = None
         wanting = self._wanting()
-        if self._proposed and set(wanting) <= self._gone:
-            for worker in wanting:
-                self._proposed[worker] = "it was lost"
+        if len(wanting) < len(self._portions) and set(wanting) <= self._gone:
+            self._leave_out("it was lost")
+            self._chosen.clear()
         else:
             self._drop()
 
@@ -237,18 +268,36 @@ class Selecting(RunPart):
         return {worker: portion for worker, portion in found.items() if portion.has_rows}
 
     def _wanting(self) -> list[WorkerId]:
-        return [worker for worker in self._portions if worker not in self._proposed]
+        """Workers that have not picked for all rows."""
+        return [
+            worker
+            for worker in self._portions
+            if any((worker, row) not in self._proposed for row in self._rows)
+        ]
+
+    def _leave_out(self, why: str) -> None:
+        """Go on without what is wanting."""
+        for worker in self._wanting():
+            for row in self._rows:
+                self._proposed.setdefault((worker, row), why)
 
     def _ask(self) -> None:
+        """Have the choice made; of an array one for each row that is asked, this being the first."""
+        self._chosen.clear()
+        self._ask_next()
+
+    def _ask_next(self) -> None:
         assert self._version is not None
+        row = self._rows[len(self._chosen)]
+        step = step_of_row(self._job, row)
         self._asked = self._out.next_request()
         self._out.do(
             ChooseRows(
                 request=self._asked,
                 run=self._job.job,
                 portions=dict(self._portions),
-                proposed=dict(self._proposed),
-                picking=Picking.at(self._job.spec.data.coreset, self._version, num_rows=self._num_rows),
+                proposed={worker: x for (worker, by), x in self._proposed.items() if by == row},
+                picking=Picking.at(self._job.spec.data.coreset, step, num_rows=self._num_rows),
             )
         )
 
@@ -258,7 +307,7 @@ class Selecting(RunPart):
         self._drop()
 
     def _drop(self) -> None:
-        self._portions, self._parts, self._proposed = {}, {}, {}
+        self._portions, self._parts, self._proposed, self._chosen = {}, {}, {}, {}
         self._num_bytes.clear()
 
 
