@@ -297,17 +297,22 @@ def form_rows(status: JobStatus) -> list[tuple[str, ...]]:
     ]
 
 
-COLLECTIVE_COLUMNS = ("WORKER", "COLLECTIVES", "NUMBER", "PLANNED", "MEASURED", "OFF")
+COLLECTIVE_COLUMNS = ("WORKER", "COLLECTIVES", "NUMBER", "PLANNED", "MEASURED", "OFF", "FITTED", "R2")
 
 
 def collective_rows(status: JobStatus) -> list[tuple[str, ...]]:
-    """Rows of collectives between devices of meshes: time of one, planned beside measured; see `COLLECTIVE_COLUMNS`."""
+    """Rows of collectives between devices of meshes: time of one, planned beside measured, and how well that is known.
+
+    See `COLLECTIVE_COLUMNS`.
+    """
     return [
         (
             use.worker,
             told.kind,
             str(told.num_collectives),
             *_beside(told.predicted_s / told.num_collectives, told.measured_s / told.num_collectives),
+            str(told.num_fits),
+            _NONE if told.r_squared is None else f"{told.r_squared:.3f}",
         )
         for use in status.uses
         for told in use.collectives

@@ -104,6 +104,18 @@ RE_EXPORTED = (
         "Devices of a mesh that share a stage, by form",
         ("worker", "stage", "form"),
     ),
+    ReExport(
+        "skein_worker_collective_fits",
+        CounterMetricFamily,
+        "How often lines were fitted by which these are predicted",
+        _BY_KIND,
+    ),
+    ReExport(
+        "skein_worker_collective_fit_r_squared",
+        GaugeMetricFamily,
+        "Least R2 of the lines that were fitted last",
+        _BY_KIND,
+    ),
     ReExport("skein_worker_queued_ops", GaugeMetricFamily, "Ops that could run", _BY_KIND),
     ReExport("skein_worker_payload_bytes", GaugeMetricFamily, "Tensors that are filed"),
     ReExport("skein_worker_refusals", CounterMetricFamily, "Tensors that were refused", _BY_REASON),

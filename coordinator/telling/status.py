@@ -178,16 +178,19 @@ def expert_loads(crew: Iterable[WorkerId], reported: Reported) -> tuple[float | 
 
 def _collectives(worker: WorkerId, reported: Reported) -> tuple[CollectiveUse, ...]:
     """Collectives of a worker's mesh by kind; nothing of kinds that it had none of."""
-    num, measured_s, predicted_s = (
+    num, measured_s, predicted_s, num_fits = (
         reported(f"skein_worker_{name}_total").get(worker, {})
-        for name in ("collectives", "collective_seconds", "collective_predicted_seconds")
+        for name in ("collectives", "collective_seconds", "collective_predicted_seconds", "collective_fits")
     )
+    r_squared = reported("skein_worker_collective_fit_r_squared").get(worker, {})
     return tuple(
         CollectiveUse(
             kind=kind.value,
             num_collectives=int(num[kind.value]),
             predicted_s=predicted_s.get(kind.value, 0.0),
             measured_s=measured_s.get(kind.value, 0.0),
+            num_fits=int(num_fits.get(kind.value, 0)),
+            r_squared=r_squared.get(kind.value),
         )
         for kind in LaneKind
         if num.get(kind.value)

@@ -128,6 +128,8 @@ def test_what_the_plan_uses_of_workers_stands_beside_what_they_told() -> None:
         "skein_worker_collectives_total": {worker(0): {"tp": 4.0, "a2a": 0.0}},
         "skein_worker_collective_seconds_total": {worker(0): {"tp": 0.5, "a2a": 0.0}},
         "skein_worker_collective_predicted_seconds_total": {worker(0): {"tp": 0.25, "a2a": 0.0}},
+        "skein_worker_collective_fits_total": {worker(0): {"tp": 2.0, "a2a": 0.0}},
+        "skein_worker_collective_fit_r_squared": {worker(0): {"tp": 0.5}},
     }
     view = machine(version=12).view
     uses = job_status(view, Journal(nothing_kept), JOB, lambda name: told[name]).uses
@@ -135,7 +137,9 @@ def test_what_the_plan_uses_of_workers_stands_beside_what_they_told() -> None:
     first, *others = uses
     assert first.held_peaks in ((3,), (0,))
     assert first.collectives == (
-        CollectiveUse(kind="tp", num_collectives=4, predicted_s=0.25, measured_s=0.5),
+        CollectiveUse(
+            kind="tp", num_collectives=4, predicted_s=0.25, measured_s=0.5, num_fits=2, r_squared=0.5
+        ),
     )
     shared = {0: ("1d", 2), 1: ("2d", 4)}
     assert {x.stage: (x.form, x.num_devices) for x in first.forms} == {s: shared[s] for s in first.stages}

@@ -15,6 +15,7 @@ from skein.plan.clock.holding import StageForm
 from skein.plan.cut import cut_job
 from skein.plan.ops import Direction
 from skein.plan.pieces.collectives import CollectiveTimes, LaneKind
+from skein.plan.pieces.line import TimeLine
 from skein.protocol.messages.tensors import HopTensor, Phase, Refusal
 from skein.types import JobId, MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.hands import envelope
@@ -247,12 +248,22 @@ def test_collectives_of_a_mesh_are_told_by_kind_predicted_beside_measured() -> N
     metrics.watch_mesh(times, {})
     times.add(LaneKind.TP, 3, predicted_s=0.25, measured_s=0.5)
     times.add(LaneKind.TP, 1, predicted_s=0.25, measured_s=0.25)
+    for r_squared in (0.5, 0.75):
+        times.fitted(LaneKind.TP, *(TimeLine(alpha_s=1, beta_s=1, r_squared=x) for x in (r_squared, 0.9)))
     shown = values(metrics)
     told = {
         name: [shown[f"skein_worker_{name}_total", kind.value] for kind in LaneKind]
-        for name in ("collectives", "collective_seconds", "collective_predicted_seconds")
+        for name in (
+            "collectives",
+            "collective_seconds",
+            "collective_predicted_seconds",
+            "collective_fits",
+        )
     }
+    assert shown["skein_worker_collective_fit_r_squared", LaneKind.TP] == 0.75
+    assert ("skein_worker_collective_fit_r_squared", LaneKind.A2A) not in shown
     assert told == {
+        "collective_fits": [2, 0],
         "collectives": [4, 0],
         "collective_seconds": [0.75, 0],
         "collective_predicted_seconds": [0.5, 0],

@@ -88,6 +88,15 @@ class _WhenAsked(Collector):
         for stage, told in {x.stage: x for x in dict(self.mesh_forms).values()}.items():
             devices.add_metric([str(stage), told.form], told.num_devices)
         yield devices
+        about = "How often lines were fitted by which these are predicted, by kind"
+        yield _family(
+            "collective_fits", about, "kind", {kind.value: times.num_fits[kind] for kind in LaneKind}
+        )
+        about = "Least R2 of the lines that were fitted last, by kind"
+        fit = GaugeMetricFamily("skein_worker_collective_fit_r_squared", about, labels=["kind"])
+        for kind, value in sorted(dict(times.r_squared).items()):
+            fit.add_metric([kind.value], value)
+        yield fit
         about = "How often other walkers began to lead this one"
         yield CounterMetricFamily("skein_worker_leader_changes", about, value=gauges.num_leader_changes)
         about = "Bytes carried for workers that do not dial each other"

@@ -12,12 +12,18 @@ from skein.types import StageIndex, WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveUse:
-    """Collectives of a kind between the devices of a mesh so far, `tp` or `a2a`, and what they took together."""
+    """Collectives of a kind between the devices of a mesh so far, `tp` or `a2a`, and what they took together.
+
+    They are predicted by lines through measured times, which were fitted `num_fits` times; the newest have an R² of
+    `r_squared` at least, None where that is not told.
+    """
 
     kind: str
     num_collectives: int
     predicted_s: float
     measured_s: float
+    num_fits: int = 0
+    r_squared: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

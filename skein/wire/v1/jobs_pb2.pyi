@@ -1030,10 +1030,16 @@ class CollectiveUse(_message.Message):
     NUM_COLLECTIVES_FIELD_NUMBER: _builtins.int
     PREDICTED_S_FIELD_NUMBER: _builtins.int
     MEASURED_S_FIELD_NUMBER: _builtins.int
+    NUM_FITS_FIELD_NUMBER: _builtins.int
+    R_SQUARED_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     num_collectives: _builtins.int
     predicted_s: _builtins.float
     measured_s: _builtins.float
+    num_fits: _builtins.int
+    """Of lines by which they are predicted."""
+    r_squared: _builtins.float
+    """The least of the newest lines."""
     def __init__(
         self,
         *,
@@ -1041,12 +1047,16 @@ class CollectiveUse(_message.Message):
         num_collectives: _builtins.int = ...,
         predicted_s: _builtins.float = ...,
         measured_s: _builtins.float = ...,
+        num_fits: _builtins.int = ...,
+        r_squared: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_r_squared", b"_r_squared", "r_squared", b"r_squared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "measured_s", b"measured_s", "num_collectives", b"num_collectives", "predicted_s", b"predicted_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_r_squared", b"_r_squared", "kind", b"kind", "measured_s", b"measured_s", "num_collectives", b"num_collectives", "num_fits", b"num_fits", "predicted_s", b"predicted_s", "r_squared", b"r_squared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__r_squared: _TypeAlias = _typing.Literal["r_squared"]  # noqa: Y015
+    _WhichOneofArgType__r_squared: _TypeAlias = _typing.Literal["_r_squared", b"_r_squared"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__r_squared) -> _WhichOneofReturnType__r_squared | None: ...
 
 Global___CollectiveUse: _TypeAlias = CollectiveUse  # noqa: Y015
 

@@ -43,8 +43,10 @@ def test_stages_that_a_mesh_shares_are_listed_with_devices_and_form() -> None:
 
 
 def test_collectives_show_one_of_each_kind_planned_beside_measured() -> None:
-    tp = CollectiveUse(kind="tp", num_collectives=4, predicted_s=0.004, measured_s=0.005)
+    tp = CollectiveUse(
+        kind="tp", num_collectives=4, predicted_s=0.004, measured_s=0.005, num_fits=2, r_squared=0.9871
+    )
     found = replace(status(version=12), uses=(USE, replace(USE, collectives=(tp,))))
     (row,) = collective_rows(found)
-    assert row == (USE.worker, "tp", "4", "1 ms", "1.25 ms", "+25%")
+    assert row == (USE.worker, "tp", "4", "1 ms", "1.25 ms", "+25%", "2", "0.987")
     assert len(row) == len(COLLECTIVE_COLUMNS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from skein.config.mesh.tensor import TensorSpec
+from skein.config.mesh.tensor import MeshForm, TensorSpec
 from skein.errors import UserError
 from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.families.qwen3_moe import Qwen3MoeModel, Qwen3MoeShape
@@ -20,7 +20,9 @@ from skein.plan.pieces.collectives import LaneKind
 from skein.plan.pieces.lanes import Pieces
 from tests.worker.mesh.test_stage import ROUNDING, assert_same_sums, counted, job_of, sums, zeroed
 from tests.worker.model.builders import NUM_TOKENS, assert_near, part, samples, whole
+from worker.mesh.frames import DeviceAnswer, Metered, StageAsk
 from worker.mesh.mesh import Mesh
+from worker.mesh.pieces.piecing import Piecing
 from worker.mesh.stage import MeshStage
 from worker.mesh.traffic import Collective
 from worker.model.base import Crossing, Stage
@@ -236,6 +238,42 @@ def test_times_of_sums_and_exchanges_are_told_beside_what_is_predicted(four: Mes
         LaneKind.A2A: 4,
     }
     assert all(four.times.predicted_s[kind] > 0 and four.times.measured_s[kind] > 0 for kind in LaneKind)
+
+
+def test_what_is_off_for_long_is_timed_again(four: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    model, num_tokens = MODELS["top 2"], 8 * NUM_TOKENS
+    job, form = job_of(model, 2), MeshForm(size=2)
+    stage = part(model, 1, 3).stage
+    four.form(form)
+    chunk = four.new_number()
+    asked = (stage.index, stage.first, stage.stop)
+    four.ask(2, StageAsk(chunk=chunk, job=job.model_dump_json(), stage=asked, form=form))
+    piecing, before = Piecing(four, form, model, stage), four.times.num_fits.copy()
+
+    def visit(seconds: float) -> None:
+        """One that waits so long for a sum, and for each of its two layers."""
+        piecing.time_sums(chunk, num_tokens)
+        piecing.pieces(chunk, num_tokens)
+        metered = Metered(num_layers=2, layers_s=2 * seconds, experts_s=seconds, waited_s=seconds)
+        answer = DeviceAnswer(collectives={Collective.SUM: 1}, elements={Collective.SUM: 10}, metered=metered)
+        piecing.observe(num_tokens, metered, is_forward=True)
+        piecing.observe_sums(answer)
+
+    with caplog.at_level("INFO", logger="worker.mesh.pieces.piecing"):
+        # Of any machine: no sum and no layer takes a thousand seconds.
+        for _ in range(8):
+            visit(1000.0)
+        assert four.times.num_fits - before == {LaneKind.TP: 1, LaneKind.A2A: 1}
+        visit(1000.0)
+    assert four.times.num_fits - before == {LaneKind.TP: 2, LaneKind.A2A: 2}
+    told = [record.getMessage() for record in caplog.records]
+    again = re.compile(
+        r"stage=\d+ (experts|sums) take \d+\.\d\d times as long as predicted: they are timed again"
+    )
+    assert sorted(found[1] for text in told if (found := again.fullmatch(text))) == ["experts", "sums"]
+    assert sum("(R2 " in text for text in told) == 4
+    assert set(four.times.r_squared) == {LaneKind.TP, LaneKind.A2A}
+    assert all(x <= 1 for x in four.times.r_squared.values())
 
 
 # Of each block 192 elements of the router; of qwen's 160, and 32 of norms of heads.

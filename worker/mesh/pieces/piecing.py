@@ -49,7 +49,9 @@ class Piecing:
         self._lines: dict[int, ExpertLines] = {}
         self._drift = Drift()
         self._sums: TimeLine | None = None
-        self._has_sums = False
+        self._times_sums = form.size > 1 and not form.is_grid
+        """Whether sums are to be measured at the next visit."""
+        self._sums_drift = Drift()
         self._num_features = decoder_shape(model).hidden_size if isinstance(model, DecoderModel) else 0
 
     def pieces(self, chunk: int, num_tokens: int) -> Pieces:
@@ -82,18 +84,18 @@ class Piecing:
         layer_s = lines.end_s(num_rows, self._chosen[num_tokens], is_forward=is_forward)
         ratio = self._drift.observe(layer_s * metered.num_layers, metered.layers_s)
         if ratio is not None:
-            _log.info("stage=%d experts take %.2f times as long as predicted", self._stage.index, ratio)
+            self._tell_off("experts", ratio)
             del self._chosen[num_tokens], self._lines[num_tokens]
 
     def time_sums(self, chunk: int, num_tokens: int) -> None:
-        """Measure sums of activations of so many tokens, once, where devices take any.
+        """Measure sums of activations of so many tokens, where devices take any: once, and where predictions are off.
 
         Raises:
             MeshLostError: a device is lost.
         """
-        if self._has_sums or self._form.size == 1 or self._form.is_grid:
+        if not self._times_sums:
             return
-        self._has_sums = True
+        self._times_sums = False
         sizes = sizes_to_time(num_tokens * self._num_features)
         if not sizes:
             return
@@ -101,6 +103,7 @@ class Piecing:
         slowest_s = [max(same) for same in zip(*(answer.sum_times for answer, _ in answers), strict=True)]
         # Collectives of all kinds are counted by what comes to a device.
         self._sums = fitted_line([self._come(size) for size in sizes], slowest_s)
+        self._mesh.times.fitted(LaneKind.TP, self._sums)
         _log.info(
             "stage=%d sums take %.0f us + %.3g us for a thousand elements that come (R2 %.3f)",
             self._stage.index,
@@ -117,12 +120,12 @@ class Piecing:
             sum(count for kind, count in counts.items() if kind.is_waited_for)
             for counts in (answer.collectives, answer.elements)
         )
-        self._mesh.times.add(
-            LaneKind.TP,
-            num,
-            predicted_s=num * self._sums.alpha_s + come * self._sums.beta_s,
-            measured_s=answer.metered.waited_s,
-        )
+        predicted_s, measured_s = num * self._sums.alpha_s + come * self._sums.beta_s, answer.metered.waited_s
+        self._mesh.times.add(LaneKind.TP, num, predicted_s=predicted_s, measured_s=measured_s)
+        ratio = self._sums_drift.observe(predicted_s, measured_s)
+        if ratio is not None:
+            self._tell_off("sums", ratio)
+            self._times_sums = True
 
     def _come(self, num_elements: int) -> int:
         """Elements that come to a device with a sum of so many."""
@@ -148,10 +151,19 @@ class Piecing:
         answers = self._mesh.ask(self._form.size, TimeRowsAsk(chunk=chunk, num_rows=sizes))
         times = [answer.row_times for answer, _ in answers]
         lines = ExpertLines.of(slowest(times))
+        self._mesh.times.fitted(LaneKind.A2A, lines.exchange, lines.forward, lines.backward, lines.weights)
         pieces = lines.pieces(num_rows)
         pieces = replace(pieces, num_summed=self._num_summed(num_tokens, lines.idle_s(num_rows, pieces)))
         self._lines[num_tokens], self._chosen[num_tokens] = lines, pieces
         self._tell(num_rows, lines, self._chosen[num_tokens])
+
+    def _tell_off(self, what: str, ratio: float) -> None:
+        _log.info(
+            "stage=%d %s take %.2f times as long as predicted: they are timed again",
+            self._stage.index,
+            what,
+            ratio,
+        )
 
     def _tell(self, num_rows: int, lines: ExpertLines, pieces: Pieces) -> None:
         every = {"exchange": lines.exchange, "forward": lines.forward, "backward": lines.backward}
