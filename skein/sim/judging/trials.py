@@ -14,8 +14,8 @@ from skein.types import JobId
 class TrialOutcome:
     """Outcome of a trial: steps that count, losses of the newest round and evaluation, and why it makes no more.
 
-    A trial that no rung can end may be the only one of its array, which is a job with losses of its own: there are none
-    here.
+    A trial that no rung can end may be the only one of its array, which is a job with losses of its own; those told of
+    one that was retired depend on how long the rows beside it went on: there are none here.
     """
 
     num_steps: int
@@ -31,7 +31,7 @@ def trial_outcomes(history: History, sweep: JobId) -> tuple[TrialOutcome, ...]:
     return tuple(
         TrialOutcome(
             num_steps=stand.num_steps,
-            losses=(stand.loss, stand.evaluation_loss) if are_rows else (),
+            losses=(stand.loss, stand.evaluation_loss) if are_rows and not stand.failure else (),
             ended=course.ended.get(stand.trial.number, stand.failure),
         )
         for stand in course.stands
