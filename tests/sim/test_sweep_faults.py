@@ -51,6 +51,18 @@ def test_those_with_the_lowest_losses_at_a_rung_go_on() -> None:
     assert [x.ended for x in outcomes if x.num_steps == 0] == ["loss not finite"] * 2
 
 
+def test_checkpoints_that_no_trial_was_last_in_are_no_more() -> None:
+    history = History()
+    for record in calm():
+        history.apply(record)
+    arrays = [history.jobs[job] for job in history.jobs[SWEEP].arrays]
+    last = {trial: array.job for array in arrays for trial in array.trials}
+    for array in arrays:
+        is_last = array.job in last.values()
+        assert [x.version for x in array.checkpoints] == ([array.version] if is_last else [])
+    assert {array.job for array in arrays if not array.checkpoints} == {LATER}
+
+
 def begun_with(**changes: object) -> None:
     """Judge the beginning of a later array some of whose settings, or of its row's, are others."""
     invariants = Invariants()

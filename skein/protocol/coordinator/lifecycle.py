@@ -122,10 +122,17 @@ def delete_asked(event: DeleteAsked, history: History, outbox: Outbox, *, now: f
     except UserError:
         return  # It was possible when it was asked.
     if job is not None and checkpoint is not None:
-        outbox.record(CheckpointDeleted(job=job.job, version=event.version, wall_s=now))
+        drop_checkpoints(job, (checkpoint.version,), outbox, now=now)
         outbox.log(f"checkpoint={event.version} is deleted", job=job.job)
-        keep = tuple(x.version for x in job.checkpoints)
-        outbox.do(PruneCheckpoints(job=job.job, url=checkpoint.url, keep=keep, drop=(event.version,)))
+
+
+def drop_checkpoints(job: JobHistory, versions: tuple[Step, ...], outbox: Outbox, *, now: float) -> None:
+    """Have checkpoints be no more that nobody needs."""
+    url = job.spec.checkpoint.url
+    for version in versions:
+        outbox.record(CheckpointDeleted(job=job.job, version=version, wall_s=now))
+    keep = tuple(x.version for x in job.checkpoints)
+    outbox.do(PruneCheckpoints(job=job.job, url=url, keep=keep, drop=versions))
 
 
 def deletable(job: JobHistory, version: Step, history: History) -> CheckpointCommitted:

@@ -22,6 +22,7 @@ from skein.protocol.coordinator.coordinator_io import CancelAsked, Outbox, Pause
 from skein.protocol.coordinator.quotas import QuotaUses
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.coordinator.sweeping.deciding import SweepCourse, course_of, progress_words
+from skein.protocol.coordinator.sweeping.pruning import spare_checkpoints
 from skein.protocol.coordinator.sweeping.standing import TrialStand, asked_of
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
@@ -70,6 +71,8 @@ class Sweeps:
         return self._settles_at if self._out.history.sweeps() else None
 
     def _go_on(self, sweep: JobHistory, *, now: float) -> None:
+        for array, versions in spare_checkpoints(sweep, self._out.history):
+            lifecycle.drop_checkpoints(array, versions, self._out, now=now)
         active = self._active(sweep)
         if sweep.halt is not None:
             self._halt(sweep, active, now=now)
