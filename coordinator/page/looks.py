@@ -125,7 +125,8 @@ class Looks:
         return job_status(view, journal, JobId(job), self._metrics.reported)
 
     def _brief(self, job: JobId) -> JobStatus:
-        return replace(brief_status(self._status(job)), spec="null")
+        view, journal = self._driver.machine.view, self._driver.journal
+        return replace(brief_status(view, journal, job, self._metrics.reported), spec="null")
 
     def _aggregation(self) -> Sequence[Shown]:
         """Bytes that each worker has sent for aggregation since it began, by rule and receiver."""

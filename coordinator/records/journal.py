@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import assert_never
 
 from coordinator.telling.joblines import JobLines
+from skein.protocol.coordinator.sweeping.totals import KnownTotals
 from skein.protocol.log.records import (
     Averaged,
     CheckpointChecked,
@@ -227,6 +228,8 @@ class Journal:
         self._lines = lines
         self._num_kept = num_kept
         self._num_lines = num_lines
+        self.totals = KnownTotals()
+        """Totals of the sweeps that somebody has listed."""
         self._epoch = 0
         self._kept: dict[JobId, _Kept] = {}
 

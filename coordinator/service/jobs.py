@@ -91,7 +91,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
     async def List(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsReply:
         view, journal = self._machine.view, self._driver.journal
         seen = jobs_of(view.history, caller_of(context))
-        found = [brief_status(job_status(view, journal, job.job)) for job in seen]
+        found = [brief_status(view, journal, job.job) for job in seen]
         trouble = await self._driver.settled()
         return jobs_pb2.ListJobsReply(
             jobs=[codec.JOB_STATUS.encode(_with(status, trouble)) for status in found]

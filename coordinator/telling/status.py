@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from coordinator.records.journal import Journal
-from coordinator.telling.trials import sweep_status
+from coordinator.telling.trials import brief_sweep_status, sweep_status
 from skein.config.job import JobSpec
 from skein.config.mesh.tensor import MOST_DEVICES
 from skein.plan.changing.leeway import settled
@@ -42,13 +42,19 @@ def job_status(
     view: CoordinatorView, journal: Journal, job: JobId, reported: Reported = nothing_reported
 ) -> JobStatus:
     """A job of the coordinator's history, now, with the times that its plan rests on and those that were measured."""
+    status = _own_status(view, journal, job, reported)
+    return status if view.history.jobs[job].spec.sweep is None else sweep_status(view, journal, status)
+
+
+def _own_status(view: CoordinatorView, journal: Journal, job: JobId, reported: Reported) -> JobStatus:
+    """Status of a job by its own records: of a sweep nothing that its arrays have come to."""
     history = view.history.jobs[job]
     rates, last, plan = journal.rates(job), history.last_commit, history.plan
     run = view.runs.get(job)
     checkpoint = history.newest_checkpoint
     evaluation = history.last_evaluation
     busiest, idlest = expert_loads(view.crew_of(job), reported)
-    status = JobStatus(
+    return JobStatus(
         job=job,
         name=history.spec.name,
         state=view.state_of(job),
@@ -88,7 +94,6 @@ def job_status(
         quarantined=tuple(sorted(history.quarantined)),
         choice=choice_status(history),
     )
-    return status if history.spec.sweep is None else sweep_status(view, journal, status)
 
 
 def choice_status(history: JobHistory) -> ChoiceStatus | None:
@@ -133,9 +138,15 @@ def _shortfalls(view: CoordinatorView, run: RunView, spec: JobSpec) -> tuple[Sho
     return () if run.plan is None else shortfalls(run.plan, spec, Fleet(workers=may_work, links=()))
 
 
-def brief_status(status: JobStatus) -> JobStatus:
-    """A job in a list: without a line for each chunk, link and stage."""
-    return replace(status, chunk_times=(), transfer_times=(), shortfalls=(), uses=(), trials=())
+def brief_status(
+    view: CoordinatorView, journal: Journal, job: JobId, reported: Reported = nothing_reported
+) -> JobStatus:
+    """A job in a list: without a line for each chunk, link, stage and trial."""
+    status, history = _own_status(view, journal, job, reported), view.history
+    if history.jobs[job].spec.sweep is not None:
+        totals = journal.totals.of(history.jobs[job], history)
+        status = brief_sweep_status(view, journal, status, totals)
+    return replace(status, chunk_times=(), transfer_times=(), shortfalls=(), uses=())
 
 
 def with_told(uses: Iterable[WorkerUse], reported: Reported) -> tuple[WorkerUse, ...]:

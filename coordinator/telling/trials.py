@@ -1,4 +1,9 @@
-"""Status of a sweep and of its trials as clients see them, made of its arrays."""
+"""Status of a sweep and of its trials as clients see them, made of its arrays.
+
+Rules of this file
+- A status goes into one message, however many trials there are and whatever they set: what is too long for that is told
+  by its length.
+"""
 
 import json
 from dataclasses import replace
@@ -6,49 +11,80 @@ from math import fsum
 
 from coordinator.records.journal import Journal
 from skein.config.job import ArrayJob
-from skein.plan.sweeping.hyperband import steps_of
-from skein.plan.sweeping.packing import brackets_of_sweep
+from skein.config.sweep.trials import Settings
 from skein.protocol.coordinator.sweeping.deciding import course_of
 from skein.protocol.coordinator.sweeping.standing import TrialStand, best_trial
+from skein.protocol.coordinator.sweeping.totals import SweepTotals, totals_of
 from skein.protocol.coordinator.view import CoordinatorView
 from skein.protocol.log.history import JobHistory
-from skein.types import JobState, Step
+from skein.types import JobState
 from skein.wire.views import JobStatus, TrialStatus
+
+_MOST_CHARACTERS = 1 << 20
+"""Characters of the settings of all trials together, and four times those of their reasons, which may take four bytes
+each: a message has four times as many."""
 
 
 def sweep_status(view: CoordinatorView, journal: Journal, status: JobStatus) -> JobStatus:
-    """Status of a sweep with what its arrays have come to: steps are those of all trials, losses the best trial's."""
+    """Status of a sweep with what its arrays have come to, and with each of its trials."""
     sweep = view.history.jobs[status.job]
-    arrays = [view.history.jobs[job] for job in sweep.arrays]
     course = course_of(sweep, view.history)
-    stands, brackets = course.stands, brackets_of_sweep(sweep.spec)
-    num_steps = sum(map(steps_of, brackets)) or sum(stand.num_steps_wanted for stand in stands)
-    best = best_trial(stands, sweep)
+    stands, best = course.stands, best_trial(course.stands, sweep)
+    most = _MOST_CHARACTERS // len(stands)
     return replace(
-        status,
-        step=Step(sum(stand.num_steps for stand in stands)),
-        total_steps=num_steps,
-        loss=None if best is None else best.loss,
-        evaluation_loss=None if best is None else best.evaluation_loss,
-        num_tokens=sum(array.num_tokens for array in arrays),
-        tokens_per_s=fsum(journal.rates(run.job.job).tokens_per_s for run in view.arrays_of(status.job)),
-        num_workers=len(view.crew_of(status.job)),
-        num_incidents=sum(len(array.incidents) for array in arrays),
-        num_steps_lost=sum(x.num_steps_lost for array in arrays for x in array.incidents),
+        brief_sweep_status(view, journal, status, totals_of(sweep, stands)),
         trials=tuple(
-            _trial(view, stand, course.ended.get(stand.trial.number, ""), is_best=stand is best)
+            _trial(view, stand, course.ended.get(stand.trial.number, ""), most=most, is_best=stand is best)
             for stand in stands
         ),
     )
 
 
-def _trial(view: CoordinatorView, stand: TrialStand, ended: str, *, is_best: bool) -> TrialStatus:
+def brief_sweep_status(
+    view: CoordinatorView, journal: Journal, status: JobStatus, totals: SweepTotals
+) -> JobStatus:
+    """Status of a sweep without its trials: steps are those of all, losses the best one's."""
+    arrays = [view.history.jobs[job] for job in view.history.jobs[status.job].arrays]
+    return replace(
+        status,
+        step=totals.step,
+        total_steps=totals.total_steps,
+        loss=totals.loss,
+        evaluation_loss=totals.evaluation_loss,
+        num_tokens=sum(array.num_tokens for array in arrays),
+        tokens_per_s=fsum(journal.rates(run.job.job).tokens_per_s for run in view.arrays_of(status.job)),
+        num_workers=len(view.crew_of(status.job)),
+        num_incidents=sum(len(array.incidents) for array in arrays),
+        num_steps_lost=sum(x.num_steps_lost for array in arrays for x in array.incidents),
+    )
+
+
+def settings_json(settings: Settings, most: int) -> str:
+    """JSON object of a trial's settings, of so many characters or hardly more: longer values are told by their length.
+
+    >>> settings_json({"seed": 3, "model.widths": [1] * 40}, 60)
+    '{"seed": 3, "model.widths": "(120 characters)"}'
+    """
+    text = json.dumps(settings)
+    if len(text) <= most:
+        return text
+    told = {key: json.dumps(value) for key, value in settings.items()}
+    room = most // len(settings)
+    return json.dumps(
+        {
+            key: settings[key] if len(key) + len(x) <= room else f"({len(x)} characters)"
+            for key, x in told.items()
+        }
+    )
+
+
+def _trial(view: CoordinatorView, stand: TrialStand, ended: str, *, most: int, is_best: bool) -> TrialStatus:
     state, reason = _state(view, stand, ended)
     status = TrialStatus(
         trial=stand.trial.number,
-        settings=json.dumps(stand.trial.settings),
+        settings=settings_json(stand.trial.settings, most),
         state=state,
-        reason=reason,
+        reason=reason if len(reason) <= most // 4 else f"{reason[: most // 4]}...",
         num_steps=stand.num_steps,
         num_steps_wanted=stand.num_steps_wanted,
         loss=stand.loss,

@@ -53,6 +53,10 @@ def status(*, version: int) -> JobStatus:
     return job_status(machine(version=version).view, Journal(nothing_kept), JOB)
 
 
+def brief(*, version: int) -> JobStatus:
+    return brief_status(machine(version=version).view, Journal(nothing_kept), JOB)
+
+
 def test_before_enough_steps_there_is_only_the_plan() -> None:
     found = status(version=1)
     assert found.measured_step_s is None
@@ -148,7 +152,7 @@ def test_what_the_plan_uses_of_workers_stands_beside_what_they_told() -> None:
     assert all(use.held_peaks == () for use in others)
     assert all(0 <= use.planned_bubble < 1 for use in uses)
     assert any(use.planned_bytes > 0 for use in uses)
-    assert brief_status(status(version=12)).uses == ()
+    assert brief(version=12).uses == ()
     metrics = CoordinatorMetrics()
     sampled(metrics, machine(version=12))
     shown = samples(metrics)
@@ -162,7 +166,7 @@ def test_an_epoch_of_the_data_is_known_while_the_job_is_at_work() -> None:
 
 
 def test_a_list_of_jobs_has_no_line_for_each_chunk() -> None:
-    found = brief_status(status(version=12))
+    found = brief(version=12)
     assert (found.chunk_times, found.transfer_times) == ((), ())
     assert found.measured_step_s == status(version=12).measured_step_s
 
@@ -186,7 +190,7 @@ def test_stages_with_fewer_holders_than_asked_are_told_in_the_status_the_log_and
     [short] = job_status(now.view, Journal(nothing_kept), JOB).shortfalls
     assert short.words == "stage 1 has 1 holder of 2 asked: a death costs up to 20 steps"
     assert any(f"short: {short.words}" in line for line in made.lines)
-    assert brief_status(job_status(now.view, Journal(nothing_kept), JOB)).shortfalls == ()
+    assert brief_status(now.view, Journal(nothing_kept), JOB).shortfalls == ()
     metrics.recorded(made.log)
     sampled(metrics, now, now=0.0)
     found = samples(metrics)
