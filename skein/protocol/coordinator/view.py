@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.quotas import QuotaUses
@@ -92,11 +93,13 @@ class CoordinatorView:
     def _reason_of_sweep(self, sweep: JobHistory) -> str:
         words = progress_words(course_of(sweep, self.history), sweep)
         arrays = self.arrays_of(sweep.job)
+        waiting = [job for job in sweep.arrays if not self.history.jobs[job].is_at_rest]
         if sweep.halt is not None:
-            return f"to be {sweep.halt.state.value} when its arrays are saved ({sweep.halt.reason}); {words}"
+            halted = (run for run in arrays if run.job.job in waiting)
+            why = "".join(f"; {run.job.job}: {run.reason}" for run in islice(halted, 1))
+            return f"to be {sweep.halt.state.value} when its arrays are saved ({sweep.halt.reason}){why}; {words}"
         if self.crew_of(sweep.job):
             return f"{words}; {len(arrays)} arrays at work"
-        waiting = [job for job in sweep.arrays if not self.history.jobs[job].is_at_rest]
         if not sweep.arrays:
             return f"{words}; waiting for workers"
         return f"{words}; {self.reason_of(waiting[0])}" if waiting else words
