@@ -139,8 +139,6 @@ WRONG_VALUES = {
             "slots: 2": "slots: 2: it belongs to router: softmoe, and this is softmax_topk: leave it out",
         }.items()
     },
-    f"model={{family: mixtral, preset: mixtral-1m, placement: mesh, routing: {{{SOFT}}}}}": "model.placement: 'mesh': "
-    "by router: softmoe an expert takes all tokens of a microbatch: give stage",
     "model={family: mixtral, init_from: /x, routing: {router: sigmoid}}": "model.routing.router: 'sigmoid': "
     "transformers has no such router, so neither init_from nor exports have: give softmax_topk for them",
     "model={family: mixtral, shape: {num_experts_per_tok: 9}}": "model.shape.num_experts_per_tok: 9: "

@@ -90,7 +90,7 @@ class Experts:
     def choices_of(self, num_tokens: int) -> Choices | None:
         """Form of a layer's choices of so many tokens of a microbatch; None: its router makes none."""
         row = self.routing.router.row
-        if row.mixes_tokens:
+        if self.mixes_tokens:
             return None
         if row.tokens_choose:
             return Choices(shape=(num_tokens, self.num_chosen), most=self.num_experts - 1)
@@ -106,7 +106,7 @@ class Experts:
     @property
     def num_resting_elements(self) -> int:
         """Elements of the matrices that a token is not multiplied by."""
-        num_busy = 0 if self._mixes else self.num_chosen
+        num_busy = 0 if self.mixes_tokens else self.num_chosen
         return (self.num_experts - num_busy) * 3 * self.num_features * self.num_inner
 
     def mixing_flops(self, num_tokens: int) -> int:
@@ -115,15 +115,15 @@ class Experts:
         Costs are those of a sample, so slots count as if each sample had its own.
         """
         each = 3 * self.num_features * self.num_inner + 2 * num_tokens * self.num_features
-        return 2 * each * self.num_slots if self._mixes else 0
+        return 2 * each * self.num_slots if self.mixes_tokens else 0
 
     def mixing_bytes(self, precision: Precision) -> int:
         """Bytes of a sample's slots that are kept: input, inner features and result; likewise what is put aside."""
-        return self.num_slots * self._row_elements * precision.product_bytes if self._mixes else 0
+        return self.num_slots * self._row_elements * precision.product_bytes if self.mixes_tokens else 0
 
     def activation_bytes(self, precision: Precision) -> int:
         """Per token: all of the router's; of each choice the input, inner features and result."""
-        num_rows = 0 if self._mixes else self.num_chosen
+        num_rows = 0 if self.mixes_tokens else self.num_chosen
         return self._router_bytes(precision) + num_rows * self._row_elements * precision.product_bytes
 
     def spared_bytes(self, precision: Precision, size: int) -> int:
@@ -161,11 +161,12 @@ class Experts:
         router = (self.num_features + first) * product
         if others:
             router += (self._num_compared + self.num_experts) * precision.word_bytes
-        num_rows = 0 if self._mixes else self.num_chosen
+        num_rows = 0 if self.mixes_tokens else self.num_chosen
         return router + num_rows * self._row_elements * product
 
     @property
-    def _mixes(self) -> bool:
+    def mixes_tokens(self) -> bool:
+        """Whether experts take means of all tokens."""
         return self.routing.router.row.mixes_tokens
 
     @property

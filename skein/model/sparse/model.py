@@ -32,13 +32,6 @@ class SparseModel(DecoderModel):
             self._check_known_outside("routing.router")
         return self
 
-    @model_validator(mode="after")
-    def _check_is_spreadable(self) -> Self:
-        if self.is_spread and self.routing.router.row.mixes_tokens:
-            hint = f"by router: {self.routing.router} an expert takes all tokens of a microbatch: give stage"
-            raise UserError("placement", self.placement.value, hint)
-        return self
-
     def begun(self, config: Mapping[str, object]) -> Self:
         made = super().begun(config)
         made._check_known_outside("model.routing.router")

@@ -137,6 +137,8 @@ class _Ends:
         experts, precision, size = self.model.experts, self.job.precision, self.form.size
         if experts is None:
             return 0
+        if experts.mixes_tokens:
+            return experts.mixing_bytes(precision) * (size - 1) // (size * self.job.data.sequence_tokens)
         scored = self.form.in_sequence * experts.num_features * precision.product_bytes
         return experts.spared_bytes(precision, size) + scored * (size - 1) // size
 
@@ -154,10 +156,11 @@ class _Ends:
     def _fed_bytes(self, summed: int) -> int:
         """Bytes of a block's second half, if all devices' parts were gathered once: a feed-forward is `summed`.
 
-        What experts give is gathered, and their inputs' gradients; of tokens in parts the scores alone.
+        What experts give is gathered, and their inputs' gradients; of tokens in parts the scores alone. Of experts that
+        take means of tokens what they give is summed.
         """
         experts, precision = self.model.experts, self.job.precision
-        if experts is None:
+        if experts is None or experts.mixes_tokens:
             return summed
         if self.form.in_sequence:
             return experts.num_experts * precision.word_bytes

@@ -82,11 +82,7 @@ MODELS: dict[str, SparseModel] = {
     "qwen": qwen(),
     "top 1, room for 1": mixtral(num_chosen=1, capacity=1.0),
     **{f"top 2, room for 1, {order}": mixtral(capacity=1.0, drop=order) for order in DropOrder},
-    **{
-        str(kind): routed(kind)
-        for kind in RouterKind
-        if not kind.row.mixes_tokens and kind is not RouterKind.SOFTMAX_TOPK
-    },
+    **{str(kind): routed(kind) for kind in RouterKind if kind is not RouterKind.SOFTMAX_TOPK},
 }
 
 
@@ -96,6 +92,12 @@ class Trained:
 
     loss: Tensor
     microbatch: RoutedMicrobatch
+
+
+def chosen(passed: Trained) -> list[object] | None:
+    """Choices of all layers, if any were made."""
+    choices = passed.microbatch.choices
+    return None if choices is None else choices.tolist()
 
 
 @contextmanager
@@ -130,9 +132,8 @@ def test_devices_together_route_and_learn_like_one(
         assert_near(found.loss, wanted.loss, tolerance=ROUNDING)
         assert found.microbatch.losses == pytest.approx(wanted.microbatch.losses, rel=ROUNDING)
         assert found.microbatch.num_choices == wanted.microbatch.num_choices
-        assert found.microbatch.choices is not None
-        assert wanted.microbatch.choices is not None
-        assert torch.equal(found.microbatch.choices, wanted.microbatch.choices)
+        assert chosen(found) == chosen(wanted)
+        assert (chosen(found) is None) == model.experts.mixes_tokens
         assert found.microbatch.num_dropped == wanted.microbatch.num_dropped
         assert (wanted.microbatch.num_dropped > 0) == (model.routing.capacity is not None)
     stage.gather_sums()
@@ -201,6 +202,35 @@ def test_pieces_give_what_all_rows_at_once_give(
     torch.autograd.backward(wanted, wanted.detach())
     assert told.num_dropped == wanted_told.num_dropped > 0
     assert_near(found.detach(), wanted.detach(), tolerance=ROUNDING)
+    assert given[1].hidden.grad is not None
+    assert_near(given[0].hidden.grad, given[1].hidden.grad, tolerance=GRADIENT_ROUNDING)
+    stage.gather_sums()
+    expected = sums(alone)
+    for parameter, gradient in sums(shared).items():
+        assert_near(gradient, expected[parameter], tolerance=GRADIENT_ROUNDING, what=parameter)
+
+
+@pytest.mark.parametrize("in_sequence", [False, True])
+def test_means_of_tokens_are_summed_over_devices_without_what_pads_a_sequence(
+    four: Mesh, in_sequence: bool
+) -> None:
+    model = MODELS["softmoe"]
+    alone, shared = zeroed(part(model, 1, 3)), zeroed(part(model, 1, 3))
+    stage = MeshStage(four, job_of(model, 4, in_sequence=in_sequence), shared)
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    given = [Crossing(x.clone()).followed(is_sample=False) for _ in range(2)]
+    # Two blocks, as those with a feed-forward.
+    each_way = {Collective.SUM: 2 * 2}
+    if in_sequence:
+        each_way = {Collective.GATHER: 2 * 2, Collective.SCATTER: 2 * 2}
+    before = counted(four)
+    found, wanted = stage.onward(given[0], None).hidden, alone.onward(given[1], None).hidden
+    assert counted(four, before) == each_way
+    assert_near(found.detach(), wanted.detach(), tolerance=ROUNDING)
+    before = counted(four)
+    torch.autograd.backward(found, wanted.detach())
+    torch.autograd.backward(wanted, wanted.detach())
+    assert counted(four, before) == each_way
     assert given[1].hidden.grad is not None
     assert_near(given[0].hidden.grad, given[1].hidden.grad, tolerance=GRADIENT_ROUNDING)
     stage.gather_sums()

@@ -38,13 +38,9 @@ class Piecing:
         self._form = form
         self._stage = stage
         self._num_chosen = 0
-        if (
-            isinstance(model, SparseModel)
-            and model.is_spread
-            and form.size > 1
-            and model.num_blocks_in(stage)
-        ):
-            self._num_chosen = model.experts.num_chosen
+        if isinstance(model, SparseModel) and model.is_spread and not model.experts.mixes_tokens:
+            is_exchanged = form.size > 1 and model.num_blocks_in(stage) > 0
+            self._num_chosen = model.experts.num_chosen if is_exchanged else 0
         self._chosen: dict[int, Pieces] = {}
         self._lines: dict[int, ExpertLines] = {}
         self._drift = Drift()

@@ -6,6 +6,7 @@ Rules of this package
 - An expert that no token goes through has a gradient of zero.
 - Of several devices each has some experts whole, and a copy of the router. It goes on with a part of the tokens once
   all are routed: capacities and balance are those of the microbatch, and nobody has to ask how many rows will come.
+  Experts that take means of all tokens are given all, and what devices make is summed, as of any feed-forward.
 
 N tokens of a microbatch, D hidden features, E experts, K choices of a token, R rows, O outputs.
 """
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from skein.model.sparse.experts import Experts
 from skein.plan.pieces.choice import TimedRows
@@ -25,7 +27,7 @@ from worker.model.base import Linear, parameter_dtype, product_dtype
 from worker.model.ops import swiglu
 from worker.model.pending import Tray
 from worker.model.sparse.junction import Junction
-from worker.model.sparse.routers import ROUTES, MixedWay, Routed, gate_of
+from worker.model.sparse.routers import ROUTES, ExpertWay, MixedWay, Routed, gate_of
 from worker.model.sparse.rows import combine, dispatch, grouped
 from worker.model.sparse.spread import SpreadRows, spread, timed_rows
 
@@ -61,9 +63,11 @@ class SparseMlp(nn.Module):
         )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        if self._share.size > 1:
-            return self._spread(x_BTD)
-        return self._alone(x_BTD.flatten(0, -2)).view(x_BTD.shape)
+        if self._share.size == 1:
+            return self._alone(x_BTD.flatten(0, -2)).view(x_BTD.shape)
+        if self.sizes.mixes_tokens:
+            return self._mixed(x_BTD)
+        return self._spread(x_BTD)
 
     def timed(self, num_rows: Sequence[int], device: torch.device) -> tuple[TimedRows, ...]:
         """Seconds of exchanges and of this device's experts, on so many rows."""
@@ -86,12 +90,26 @@ class SparseMlp(nn.Module):
 
     def _alone(self, x_ND: Tensor) -> Tensor:
         """Results for all tokens, by this device's experts."""
-        way = self._routed(self._scores(x_ND)).way(self.sizes.num_experts)
+        return self._by_experts(x_ND, self._routed(self._scores(x_ND)).way(self.sizes.num_experts))
+
+    def _by_experts(self, x_ND: Tensor, way: ExpertWay) -> Tensor:
         x_RD = way.there(x_ND)
         inner_RO = swiglu(
             grouped(x_RD, way.rows, self.tray, *self._gates), grouped(x_RD, way.rows, self.tray, *self._ups)
         )
         return way.back(grouped(inner_RO, way.rows, self.tray, *self._downs))
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """Results for tokens as devices have them: the sum of what each one's experts make of means of all tokens."""
+        share = self._share
+        whole_BTD = share.enter(x)
+        num_samples, num_padded = whole_BTD.shape[:2]
+        x_ND = whole_BTD[:, : share.num_tokens].flatten(0, 1)
+        routed = self._routed(self._scores(x_ND))
+        assert isinstance(routed, MixedWay), "tokens that choose are spread"
+        y_ND = self._by_experts(x_ND, routed.of_experts(share.rows(self.sizes.num_experts)))
+        y_BTD = y_ND.view(num_samples, share.num_tokens, -1)
+        return share.leave(functional.pad(y_BTD, (0, 0, 0, num_padded - share.num_tokens)))
 
     def _spread(self, x: Tensor) -> Tensor:
         """Results for tokens as devices have them, of which each makes its own."""

@@ -105,6 +105,13 @@ class MixedWay:
         """This, whose rows are the slots."""
         return self
 
+    def of_experts(self, own: range) -> "MixedWay":
+        """Way there and back of these experts' slots alone; back, as part of the means over all."""
+        each = self.rows.num_rows[own.start]
+        slots = slice(own.start * each, own.stop * each)
+        rows = ExpertRows.even(len(own), each)
+        return MixedWay(rows, self.there_NS[:, slots], self.back_NS[:, slots])
+
     def there(self, x_ND: Tensor) -> Tensor:
         """See `ExpertWay`."""
         return self.there_NS.to(x_ND).t() @ x_ND
