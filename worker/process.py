@@ -178,7 +178,11 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
             service=service,
             revocations=revocations,
         )
-        return await parts.drive(metrics, statistics)
+        end = await parts.drive(metrics, statistics)
+        if mesh is not None and not end.is_clean and mesh.ended_for_turned_away():
+            _log.error("turned away: %s", end.reason)
+            raise await asyncio.wrap_future(mesh.processes.lost)
+        return end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

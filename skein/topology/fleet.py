@@ -24,15 +24,20 @@ class Profile:
     spread: float = 0.0
 
     @property
-    def num_devices(self) -> int:
-        """Devices that the worker has: those of a mesh, as `worker.mesh` names them, or one.
+    def devices(self) -> tuple[str, ...]:
+        """Devices that the worker has: those of a mesh, as `skein.plan.mesh.profile` names them, or one.
 
-        >>> [Profile(device=x, device_name="", flops_per_s=1, memory_bytes=1).num_devices for x in ("cpu:2", "cuda:3")]
-        [2, 1]
+        >>> [Profile(device=x, device_name="", flops_per_s=1, memory_bytes=1).devices for x in ("cpu:2", "cuda:3")]
+        [('cpu', 'cpu'), ('cuda:3',)]
         """
         kind, _, number = self.device.partition(":")
         is_counted = kind == "cpu" and number.isdecimal()
-        return int(number) if is_counted else self.device.count(",") + 1
+        return (kind,) * int(number) if is_counted else tuple(self.device.split(","))
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the worker has."""
+        return len(self.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ import sys
 
 import torch
 
+from skein.protocol.worker.mesh.losing import FAILED, NO_MEMORY, SUM_BROKEN
 from worker.mesh.device import DeviceShare
 from worker.mesh.frames import DeviceLink, LinkClosedError
 from worker.mesh.groups import SumBrokenError
-from worker.mesh.processes import FAILED, NO_MEMORY, SUM_BROKEN
 
 _log = logging.getLogger("worker.mesh")
 _SET_PARENT_DEATH_SIGNAL = 1

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,13 +23,17 @@ from torch import Tensor
 
 from skein.config.mesh.tensor import MeshForm
 from skein.plan.clock.holding import StageForm
+from skein.plan.mesh.profile import mesh_profile
 from skein.plan.pieces.collectives import CollectiveTimes
 from skein.plan.pieces.lanes import Pieces
+from skein.protocol.worker.mesh.losing import DeviceLoss
+from skein.protocol.worker.mesh.patience import LEAST_PATIENCE_S, DevicePatience
 from skein.topology.fleet import Profile
 from worker.mesh.frames import (
     AddUpAsk,
     Asked,
     DeviceAnswer,
+    DeviceSpeed,
     DropAsk,
     GroupAsk,
     LinkClosedError,
@@ -42,10 +47,6 @@ from worker.mesh.processes import DeviceProcesses, MeshLostError
 from worker.mesh.traffic import CollectiveCount
 from worker.probe import measure_device
 
-LEAST_PATIENCE_S, PATIENCE_TIMES = 3.0, 2.0
-"""An op that takes so long, and so many times what it usually takes, never ends."""
-WARMING_S = 120.0
-"""The same for what was not asked before: devices warm up, and processes start."""
 _NEWS_S = 10.0
 """Within which all processes end once one is no good."""
 _CPU = torch.device("cpu")
@@ -53,6 +54,15 @@ _DROPPING = ("drop",)
 """Takes no time, from the first."""
 
 Answers = Sequence[tuple[DeviceAnswer, Mapping[str, Tensor]]]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Owed:
+    """Since when devices owe answers, which of them is waited for, and seconds that each had waited for processors."""
+
+    began_s: float
+    before_s: tuple[float, ...]
+    device: int = 0
 
 
 class Mesh:
@@ -82,12 +92,14 @@ class Mesh:
         """Forms of chunks that are there, by number."""
         self.pieces: Pieces | None = None
         """Pieces in which tokens go to experts on other devices; None: chosen by measured times."""
-        self._least_patience_s = least_patience_s
+        self._patience = DevicePatience(least_s=least_patience_s)
+        self._patience.took(_DROPPING, 0.0)
         self._clock = clock
         self._formed = MeshForm(size=1)
         self._epochs = itertools.count(1)
         self._numbers = itertools.count(1)
-        self._longest_s: dict[tuple[object, ...], float] = {_DROPPING: 0.0}
+        self._owed: _Owed | None = None
+        """Question that the devices have not answered yet; None: there is none."""
         self._tickets: deque[int] = deque()
         self._sums: deque[int] = deque()
         self._chunks: deque[int] = deque()
@@ -119,6 +131,17 @@ class Mesh:
         """Note that nobody holds a chunk any more."""
         self.forms.pop(chunk, None)
         self._chunks.append(chunk)
+
+    def ended_for_turned_away(self) -> bool:
+        """Whether a device has owed an answer for long, when the worker is turned away: then that is why.
+
+        The mesh ends then, and `processes.lost` tells of that device.
+        """
+        owed = self._owed
+        if owed is None or not self._patience.is_hung(self._owed_s(owed)):
+            return False
+        self.processes.hung(owed.device)
+        return True
 
     # --- on torch's thread ---
 
@@ -170,50 +193,44 @@ class Mesh:
         answers = self._exchange([(SpeedAsk(seconds=seconds), {})] * len(self.devices))
         speeds = [answer.speed for answer, _ in answers if answer.speed is not None]
         host = measure_device(_CPU, seconds=0.01)
-        # The worker keeps parameters, sums and the optimizer's state in the host's memory, and devices the first two
-        # once more: half as much again, where the host's memory is theirs too.
-        own = sum(speed.memory_bytes for speed in speeds)
         is_host = self.devices[0] == "cpu"
         self.device_bytes = min(x.memory_bytes for x in speeds) // (len(speeds) if is_host else 1)
-        return Profile(
-            device=f"cpu:{len(self.devices)}" if is_host else ",".join(self.devices),
-            device_name=speeds[0].name,
-            flops_per_s=sum(speed.flops_per_s for speed in speeds),
-            memory_bytes=host.memory_bytes * 2 // 3 if is_host else min(own, host.memory_bytes),
-            spread=max(speed.spread for speed in speeds),
-        )
+        each = [_profile_of(device, speed) for device, speed in zip(self.devices, speeds, strict=True)]
+        return mesh_profile(self.devices, each, host_bytes=host.memory_bytes)
 
     def _exchange(self, asked: Sequence[tuple[Asked, Mapping[str, Tensor]]]) -> Answers:
         key = _op_of(asked[0][0])
-        usual_s = None if key is None else self._longest_s.get(key)
-        bound_s = WARMING_S if usual_s is None else max(self._least_patience_s, PATIENCE_TIMES * usual_s)
-        began_s, waited_s = self._clock(), self.processes.waited_s()
+        bound_s = self._patience.bound_s(key)
+        self._owed = owed = _Owed(began_s=self._clock(), before_s=self.processes.waited_s())
 
         def left_s() -> float:
-            # What others keep from the processors is not stuck.
-            now_s = zip(self.processes.waited_s(), waited_s, strict=True)
-            waiting_s = max(0.0, *(after_s - before_s for after_s, before_s in now_s))
-            return max(0.001, bound_s + waiting_s - (self._clock() - began_s))
+            return max(0.001, bound_s - self._owed_s(owed))
 
         answers = []
         links = self.processes.links[: len(asked)]
-        for index, (link, (message, tensors)) in enumerate(zip(links, asked, strict=True)):
+        for owed.device, (link, (message, tensors)) in enumerate(zip(links, asked, strict=True)):
             try:
                 link.send(message, tensors, left_s())
             except (LinkClosedError, TimeoutError) as error:
-                self._fail(index, error)
-        for index, link in enumerate(links):
+                self._fail(owed.device, error)
+        for owed.device, link in enumerate(links):
             try:
                 answer, given = link.receive(_CPU, left_s())
             except (LinkClosedError, TimeoutError) as error:
-                self._fail(index, error)
+                self._fail(owed.device, error)
             assert isinstance(answer, DeviceAnswer)
             answers.append((answer, given))
         self.traffic.counts.update(answers[0][0].collectives)
         self.traffic.elements.update(answers[0][0].elements)
-        if key is not None:
-            self._longest_s[key] = max(usual_s or 0.0, self._clock() - began_s)
+        self._patience.took(key, self._clock() - owed.began_s)
+        self._owed = None
         return answers
+
+    def _owed_s(self, owed: "_Owed") -> float:
+        """Seconds that an answer takes so far; those in which others had the processors are nobody's fault."""
+        now_s = zip(self.processes.waited_s(), owed.before_s, strict=True)
+        waiting_s = max(0.0, *(after_s - before_s for after_s, before_s in now_s))
+        return self._clock() - owed.began_s - waiting_s
 
     def _fail(self, index: int, error: LinkClosedError | TimeoutError) -> NoReturn:
         """
@@ -225,7 +242,17 @@ class Mesh:
         try:
             raise self.processes.lost.result(_NEWS_S) from error
         except FutureTimeoutError:
-            raise MeshLostError(f"device {index} is closed: {error}", ()) from error
+            raise MeshLostError(DeviceLoss(reason=f"device {index} is closed: {error}", left=())) from error
+
+
+def _profile_of(device: str, speed: DeviceSpeed) -> Profile:
+    return Profile(
+        device=device,
+        device_name=speed.name,
+        flops_per_s=speed.flops_per_s,
+        memory_bytes=speed.memory_bytes,
+        spread=speed.spread,
+    )
 
 
 def _op_of(asked: Asked) -> tuple[object, ...] | None:

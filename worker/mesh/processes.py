@@ -19,13 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from skein.errors import LocalError
+from skein.protocol.worker.mesh.losing import SUM_BROKEN, DeviceLoss, loss_of
 from worker.mesh.frames import DeviceLink
 
 _log = logging.getLogger(__name__)
 
-FAILED, NO_MEMORY, SUM_BROKEN = 1, 3, 4
-"""Exit codes of a device process; SIGKILL is the kernel's, or somebody's."""
-_REASONS = {FAILED: "failed", NO_MEMORY: "is out of memory", SUM_BROKEN: "lost the other devices"}
 _BLAME_MS = 1000
 """For a process whose end breaks the others' sums to be seen to have ended."""
 
@@ -33,9 +31,9 @@ _BLAME_MS = 1000
 class MeshLostError(LocalError):
     """Device processes have ended, and with them all that they held; `left` are devices that are still good."""
 
-    def __init__(self, reason: str, left: tuple[str, ...]) -> None:
-        super().__init__(reason)
-        self.left = left
+    def __init__(self, loss: DeviceLoss) -> None:
+        super().__init__(loss.reason)
+        self.left = loss.left
 
 
 class DeviceProcesses:
@@ -71,8 +69,9 @@ class DeviceProcesses:
             link.close()
 
     def hung(self, index: int) -> None:
-        """A device has not answered in time: nothing will come of the others either."""
-        self._hung = next((i for i, pid in enumerate(self.pids) if _is_stopped(pid)), index)
+        """A device has not answered in time: nothing will come of the others either. Who finds it first says which."""
+        if self._hung is None:
+            self._hung = next((i for i, pid in enumerate(self.pids) if _is_stopped(pid)), index)
         self._kill()
 
     def waited_s(self) -> tuple[float, ...]:
@@ -121,18 +120,7 @@ class DeviceProcesses:
         for end in ends:
             os.close(end)
         if not self._is_closing:
-            self._tell(codes)
-
-    def _tell(self, codes: dict[int, int]) -> None:
-        if self._hung is not None:
-            at, why = self._hung, "hung"
-        else:
-            at = min(codes, key=lambda index: (codes[index] == SUM_BROKEN, index))
-            code = codes[at]
-            why = f"was killed by signal {-code}" if code < 0 else _REASONS.get(code, f"ended with {code}")
-        left = tuple(device for index, device in enumerate(self.devices) if index != at)
-        reason = f"the process of device {at} ({self.devices[at]}) {why}"
-        self.lost.set_result(MeshLostError(reason, left))
+            self.lost.set_result(MeshLostError(loss_of(self.devices, codes, hung=self._hung)))
 
 
 def _settings(num_devices: int) -> dict[str, str]:

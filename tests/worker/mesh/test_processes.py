@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -100,6 +101,35 @@ def test_a_device_that_dies_between_ops_is_noticed_without_any(mesh: Mesh) -> No
     os.kill(mesh.processes.pids[0], signal.SIGKILL)
     assert "device 0" in str(mesh.processes.lost.result(GONE_S))
     assert_all_gone(mesh.processes.pids)
+
+
+def test_a_worker_that_is_turned_away_while_a_device_owes_an_answer_has_lost_that_device() -> None:
+    now_s, is_asked = [0.0], threading.Event()
+
+    def clock() -> float:
+        if is_read:
+            is_asked.set()
+        is_read.append(True)
+        return now_s[0]
+
+    is_read: list[bool] = []
+    mesh = Mesh(["cpu", "cpu"], clock=clock)
+    try:
+        assert not mesh.ended_for_turned_away()
+        os.kill(mesh.processes.pids[1], signal.SIGSTOP)
+        os.waitpid(mesh.processes.pids[1], os.WUNTRACED)
+        with ThreadPoolExecutor(1) as pool:
+            going = pool.submit(mesh.measure)
+            assert is_asked.wait(GONE_S)
+            assert not mesh.ended_for_turned_away()
+            now_s[0] = 1000.0
+            assert mesh.ended_for_turned_away()
+            with pytest.raises(MeshLostError, match=r"device 1 \(cpu\) hung") as lost:
+                going.result(GONE_S)
+        assert lost.value.left == ("cpu",)
+        assert_all_gone(mesh.processes.pids)
+    finally:
+        mesh.close()
 
 
 _PARENT = """

@@ -1,0 +1,44 @@
+"""DevicePatience with devices: what never ends is told from what takes long by how long its kind took before."""
+
+from collections.abc import Hashable
+
+LEAST_PATIENCE_S, PATIENCE_TIMES = 3.0, 2.0
+"""An op that takes so long, and so many times what it usually takes, never ends."""
+WARMING_S = 120.0
+"""The same for what was not asked before: devices warm up, and processes start."""
+
+
+class DevicePatience:
+    """Bounds on how long a worker waits for the devices of its mesh, by kinds of what it asks.
+
+    A kind is whatever takes about equally long each time; None: how long it takes has nothing to do with the last.
+
+    Args:
+        least_s: what was timed before is waited for at least so long.
+
+    >>> patience = DevicePatience()
+    >>> patience.took("backward", 2.0)
+    >>> patience.bound_s("backward"), patience.bound_s("forward"), patience.bound_s(None)
+    (4.0, 120.0, 120.0)
+    """
+
+    def __init__(self, *, least_s: float = LEAST_PATIENCE_S) -> None:
+        self._least_s = least_s
+        self._longest_s: dict[Hashable, float] = {}
+
+    def bound_s(self, kind: Hashable) -> float:
+        """Seconds after which what was asked never ends, without those for which others had the processors."""
+        usual_s = self._longest_s.get(kind)
+        return WARMING_S if usual_s is None else max(self._least_s, PATIENCE_TIMES * usual_s)
+
+    def is_hung(self, owed_s: float) -> bool:
+        """Whether a device that has owed an answer for so long is why the coordinator turns its worker away.
+
+        The coordinator has bounds of its own, on whole ops and by what it has heard of them: either may be over first.
+        """
+        return owed_s >= self._least_s
+
+    def took(self, kind: Hashable, seconds: float) -> None:
+        """All devices have answered after so long."""
+        if kind is not None:
+            self._longest_s[kind] = max(self._longest_s.get(kind, 0.0), seconds)
