@@ -13,7 +13,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 SEEDS ?= 300
-SHAPES ?= any pipelines several guarded arrays sweeps
+SHAPES ?= any pipelines several guarded arrays sweeps meshes
 STRIKES ?= 20
 
 VENV := .venv
@@ -98,7 +98,7 @@ docs: setup ## write the generated pages, and build the site with the reference 
 	$(TEST_ENV) $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -j auto -b html \
 		-d build/docs-read docs build/docs
 
-sim: setup ## SEEDS=300 simulated fault schedules, as many over each of several jobs, quotas and relays, chunks and shards, arrays and sweeps, STRIKES=20 strikes for each aggregation rule
+sim: setup ## SEEDS=300 simulated fault schedules, as many over each of several jobs, quotas and relays, chunks and shards, arrays, sweeps and meshes, STRIKES=20 strikes for each aggregation rule
 	set -e; for shape in $(SHAPES); do \
 		$(TEST_ENV) $(BIN)/python -m skein.sim --shape $$shape --seeds $(SEEDS) --processes 2; \
 	done

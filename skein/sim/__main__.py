@@ -21,7 +21,17 @@ from skein.sim.faults import draw_faults, schedule_faults
 from skein.sim.judging.invariants import Violated
 from skein.sim.processes.worker import SimWorker
 from skein.sim.scenario import FleetShape, disturbed, judge, make_world, run_to_end
-from skein.sim.shapes import ARRAYS, GUARDED, PIPELINES, SEVERAL, SHAPES, SWEEPS, SimShape, shape_of
+from skein.sim.shapes import (
+    ARRAYS,
+    GUARDED,
+    MESHES,
+    PIPELINES,
+    SEVERAL,
+    SHAPES,
+    SWEEPS,
+    SimShape,
+    shape_of,
+)
 from skein.sim.transcript import small_life
 from skein.sim.world import World
 
@@ -52,7 +62,8 @@ def main() -> int:
         "--shape",
         help="`loop 3x2 tied skip 1/3 on 4`, `any`: seeds walk over two dozen, `several`: over such of several jobs, "
         "`pipelines`: over such with chunks, split backwards, shards and tied ends, `guarded`: over such with "
-        "quotas and relays, `arrays`: over such of arrays of trials, `sweeps`: over such of sweeps",
+        "quotas and relays, `arrays`: over such of arrays of trials, `sweeps`: over such of sweeps, `meshes`: over "
+        "such on meshes",
     )
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--stages", type=int, default=2)
@@ -140,6 +151,7 @@ def shape_by_text(seed: int, text: str) -> SimShape:
         "guarded": GUARDED,
         "arrays": ARRAYS,
         "sweeps": SWEEPS,
+        "meshes": MESHES,
     }.get(text)
     return shape_of(text) if known is None else known[seed % len(known)]
 

@@ -43,9 +43,15 @@ class Fault:
 
 
 def draw_faults(
-    num_workers: int, *, num_faults: int, horizon_s: float, seed: int, kinds: Sequence[str] | None = None
+    num_workers: int,
+    *,
+    num_faults: int,
+    horizon_s: float,
+    seed: int,
+    kinds: Sequence[str] | None = None,
+    surely: Sequence[str] = (),
 ) -> list[Fault]:
-    """A seeded schedule, by time."""
+    """A seeded schedule, by time; where any kind may strike, the kinds of `surely` do, in the place of others."""
     draw = rng.stream(seed, "faults")
     known = tuple(kind for kind in FAULTS if kind not in RARE) if kinds is None else kinds
     faults = [
@@ -62,6 +68,11 @@ def draw_faults(
     rare = rng.stream(seed, "rarity")
     if kinds is None and faults and rare.random() < RARE_SHARE:
         faults[0] = replace(faults[0], kind=RARE[int(rare.integers(len(RARE)))])
+    if kinds is None:
+        sure = faults[-len(surely) :] if surely else []
+        faults[len(faults) - len(sure) :] = [
+            replace(x, kind=kind) for x, kind in zip(sure, surely, strict=False)
+        ]
     return sorted(faults, key=lambda fault: fault.at_s)
 
 
@@ -96,6 +107,12 @@ def _flap(world: World, fault: Fault) -> None:
     """Start again and again, faster than any lease ends."""
     for turn in range(_NUM_FLAPS):
         world.clock.after(turn * fault.seconds / _NUM_FLAPS, partial(world.restart_worker, fault.worker))
+
+
+def _device(world: World, fault: Fault) -> None:
+    """A device hangs, or at odd numbers ends. A mesh comes back without it, and is started again whole later."""
+    hangs = fault.number % 2 == 0
+    world.lose_device(fault.worker, fault.number // 2, AWAY_S + 4 * fault.seconds, hangs=hangs)
 
 
 def _impostor(world: World, fault: Fault) -> None:
@@ -355,6 +372,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "restart": lambda world, fault: world.restart_worker(fault.worker),
     "flap": _flap,
     "shrink": lambda world, fault: world.shrink_worker(fault.worker, 0.5, AWAY_S + fault.seconds),
+    "device": _device,
     "impostor": _impostor,
     "freeze": lambda world, fault: world.freeze_worker(fault.worker, fault.seconds),
     "slow": lambda world, fault: world.slow_worker(fault.worker, SLOWER, seconds=4 * fault.seconds),
@@ -389,7 +407,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "pause": _pause,
 }
 """By name."""
-RARE = ("crowd", "shrink")
+RARE = ("crowd", "shrink", "device")
 """Faults that strike in `RARE_SHARE` of the schedules, in the place of another."""
 RARE_SHARE = 1 / 8
 DEADLY = frozenset(
@@ -398,6 +416,7 @@ DEADLY = frozenset(
         "restart",
         "flap",
         "shrink",
+        "device",
         "op",
         "lie",
         "third",

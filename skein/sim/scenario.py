@@ -58,6 +58,9 @@ class FleetShape:
     """Number of workers, the last ones, that are `SLOW` times slower than the others."""
     num_walled: int = 0
     """Number of workers, the first ones, whom nobody can dial; where there are any, the others relay."""
+    num_meshes: int = 0
+    """Number of workers, the first ones, that are meshes of `num_devices`."""
+    num_devices: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +101,13 @@ def make_world(
         factor /= SLOW if index >= fleet.num_workers - fleet.num_slow else 1.0
         speed = fleet.flops_per_s * factor
         site = sites[index * fleet.num_sites // fleet.num_workers]
-        world.add_worker(name, site, flops_per_s=speed, memory_bytes=fleet.memory_bytes)
+        world.add_worker(
+            name,
+            site,
+            flops_per_s=speed,
+            memory_bytes=fleet.memory_bytes,
+            num_devices=fleet.num_devices if index < fleet.num_meshes else 1,
+        )
     for number, spec in enumerate((job, *others)):
         key = f"sim-{number}" if number else "sim"
         world.submitted[key] = spec
@@ -269,7 +278,14 @@ def disturbed(
     world.transport.repeat_every = REPEAT_EVERY
     schedule_faults(
         world,
-        draw_faults(shape.num_workers, num_faults=num_faults, horizon_s=HORIZON_S, seed=seed, kinds=kinds),
+        draw_faults(
+            shape.num_workers,
+            num_faults=num_faults,
+            horizon_s=HORIZON_S,
+            seed=seed,
+            kinds=kinds,
+            surely=("device", "device") if shape.num_meshes else (),
+        ),
     )
     return world
 
@@ -335,4 +351,6 @@ def small_fleet(shape: SimShape) -> FleetShape:
         flops_per_s=_SEED_FLOPS_PER_S,
         num_slow=shape.num_slow,
         num_walled=shape.num_walled,
+        num_meshes=shape.num_meshes,
+        num_devices=shape.num_devices,
     )

@@ -80,6 +80,9 @@ class SimShape:
     """Whether all trials of an array draw by the choice of the first that is left, rather than each by its own."""
     num_walled: int = 0
     """The first of the workers, whom nobody can dial: the coordinator relays, and so do the other workers."""
+    num_meshes: int = 0
+    """The first of the workers, which are meshes of `num_devices`."""
+    num_devices: int = 2
     quota_workers: int | None = None
     """Workers that all jobs have together at most; None: as many as there are."""
     quota_running: int | None = None
@@ -122,6 +125,9 @@ class SimShape:
             "num_hidden_layers": 2 * self.stages * self.chunks,
             "tie_word_embeddings": self.is_tied,
         }
+        if self.num_meshes:
+            # So that four devices share blocks, and three that are left of them cannot.
+            blocks["num_key_value_heads"] = 4
         model: ModelSpec = LlamaModel(shape=LlamaShape.model_validate(blocks))
         if self.is_sparse:
             model = MixtralModel(shape=MixtralShape.model_validate(blocks))
@@ -231,6 +237,7 @@ def _one(text: str) -> SimShape:
         quota_running: int | None = None
         num_rows, rewinds = 0, False
         num_trials, num_rungs, is_evaluated = 0, 0, False
+        num_meshes, num_devices = 0, 2
         while words:
             match words.pop(0):
                 case "tied":
@@ -275,6 +282,10 @@ def _one(text: str) -> SimShape:
                     rows = VocabularySplit(words.pop(0))
                 case "chunks":
                     chunks = int(words.pop(0))
+                case "meshes":
+                    num_meshes = int(words.pop(0))
+                case "devices":
+                    num_devices = int(words.pop(0))
                 case "walled":
                     num_walled = int(words.pop(0))
                 case "quota":
@@ -301,6 +312,8 @@ def _one(text: str) -> SimShape:
         rows=rows,
         checked=checked,
         num_walled=num_walled,
+        num_meshes=num_meshes,
+        num_devices=num_devices,
         quota_workers=quota_workers,
         quota_running=quota_running,
         is_split=is_split,
@@ -373,6 +386,23 @@ SWEEPS = tuple(
 )
 """Shapes of sweeps, alone and beside other jobs: trials of the first one of `rungs` are ended after some rounds."""
 
+MESHES = tuple(
+    shape_of(text)
+    for text in (
+        "line 2x2 meshes 4",
+        "line 2x2 on 5 meshes 3 devices 4",
+        "loop 3x2 tied meshes 4 devices 3",
+        "line 1x3 meshes 2 devices 4",
+        "line 4x1 meshes 4",
+        "line 2x2 chunks 2 split meshes 3 devices 4",
+        "line 3x2 rows output split meshes 4",
+        "line 2x2 sparse meshes 2",
+        "line 2x3 ring meshes 4 devices 4",
+        "line 2x2 on 8 meshes 5 devices 4 + loop 2x2 meshes 4 devices 4 + line 2x2",
+    )
+)
+"""Shapes of jobs on meshes beside single devices."""
+
 SHAPES = tuple(
     shape_of(text)
     for text in (
@@ -424,6 +454,7 @@ PIPELINES = tuple(
         "line 2x3 tied tree",
         "line 3x2 tied split slow 2",
         "line 2x2 chunks 2 split v on 8 + line 3x2 rows output split",
+        MESHES[5].text,
     )
 )
 """Shapes of chunks, split backwards, shards of a vocabulary and tied ends, together and by themselves."""

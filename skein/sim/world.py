@@ -5,6 +5,7 @@ lose what was in flight when they break, tensors travel over modelled links, ops
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 
@@ -19,6 +20,7 @@ from skein.protocol.messages.coresets import parts_of
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Hello, PeersSeen, Report
 from skein.protocol.worker import worker_io as io
+from skein.protocol.worker.mesh.losing import DeviceLoss
 from skein.protocol.worker.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, SnapshotOp
 from skein.protocol.worker.worker import Worker
 from skein.sim.compute.executor import SimExecutor
@@ -28,6 +30,8 @@ from skein.sim.lines.streams import Streams
 from skein.sim.lines.transport import Transport
 from skein.sim.processes.builds import Builds
 from skein.sim.processes.coordinator import SimService
+from skein.sim.processes.devices import SimMesh, left_of, share_of, simulated_mesh
+from skein.sim.processes.meshes import Meshes
 from skein.sim.processes.worker import SimWorker
 from skein.topology.fleet import Profile
 from skein.types import Epoch, Incarnation, JobId, MicrobatchId, SiteId, Step, WorkerId
@@ -40,6 +44,8 @@ PART_BYTES = 256
 """Bytes of a part of the candidates that a worker tells of, so that they are several."""
 BACK_S = 5.0
 """Seconds from the end of a process by an error of its own until somebody has started it again."""
+WITHOUT_S = 1.0
+"""Seconds from the loss of a device until the others have started and measured themselves."""
 
 
 def _measured(worker: SimWorker) -> io.DeviceMeasured:
@@ -77,6 +83,7 @@ class World(SimService):
             crash=self._crash,
         )
         self.copies = self._builds.copies
+        self.meshes = Meshes(self.clock, lose=self._lose_device)
         self.transport = Transport(self.clock, self.network, self.workers, give=self._give)
         self._streams = Streams(self, self.network, self.workers, take=self._take_directive, give=self._give)
         self.network.on_changed = self._streams.pass_on
@@ -121,12 +128,19 @@ class World(SimService):
 
     # --- workers ---
 
-    def add_worker(self, name: WorkerId, site: SiteId, *, flops_per_s: float, memory_bytes: int) -> None:
-        """Start a worker process; under a known name, its predecessor is dead."""
-        self._num_incarnations += 1
+    def add_worker(
+        self, name: WorkerId, site: SiteId, *, flops_per_s: float, memory_bytes: int, num_devices: int = 1
+    ) -> None:
+        """Start a worker process; under a known name, its predecessor is dead. Its devices have so much together."""
         profile = Profile(
             device="cpu", device_name="simulated", flops_per_s=flops_per_s, memory_bytes=memory_bytes
         )
+        if num_devices > 1:
+            profile = simulated_mesh(num_devices, flops_per_s=flops_per_s, memory_bytes=memory_bytes)
+        self._start(name, site, profile)
+
+    def _start(self, name: WorkerId, site: SiteId, profile: Profile) -> None:
+        self._num_incarnations += 1
         identity = io.Identity(
             worker=name,
             incarnation=Incarnation(f"i{self._num_incarnations}"),
@@ -139,9 +153,9 @@ class World(SimService):
         )
         self.kill_worker(name)
         self.network.place(name, site)
-        executor = self._new_executor(name, flops_per_s)
+        executor = self._new_executor(name, profile.flops_per_s)
         executor.is_told_true = not self.has_liars
-        self.workers[name] = SimWorker(Worker(identity), executor)
+        self.workers[name] = SimWorker(Worker(identity), executor, SimMesh.of(profile))
         self._streams.dial_soon(name, identity.incarnation)
 
     def add_impostor(self, name: WorkerId, seconds: float) -> None:
@@ -180,20 +194,38 @@ class World(SimService):
         """A new process under the same name."""
         old = self.workers.get(name)
         if old is not None:
-            speed, memory_bytes = old.executor.nominal_flops_per_s, old.machine.identity.profile.memory_bytes
-            self.add_worker(name, old.machine.identity.site, flops_per_s=speed, memory_bytes=memory_bytes)
+            identity = old.machine.identity
+            profile = replace(identity.profile, flops_per_s=old.executor.nominal_flops_per_s)
+            self._start(name, identity.site, profile)
 
     def shrink_worker(self, name: WorkerId, share: float, seconds: float) -> None:
-        """A new process under the same name with a share of speed and memory; after so long, a whole one again."""
+        """A new process under the same name with a share of speed and memory; after so long, a whole one again.
+
+        A mesh has a share of its devices.
+        """
         old = self.workers.get(name)
         if old is not None:
             identity = old.machine.identity
-            speed, memory_bytes = (
-                identity.profile.flops_per_s * share,
-                int(identity.profile.memory_bytes * share),
-            )
-            self.add_worker(name, identity.site, flops_per_s=speed, memory_bytes=memory_bytes)
+            self._start(name, identity.site, share_of(identity.profile, share))
             self.clock.after(seconds, partial(self._add_again, identity))
+
+    def lose_device(self, name: WorkerId, number: int, seconds: float, *, hangs: bool) -> None:
+        """A device of a worker hangs or ends; after so long the worker is started again, whole."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            self.clock.after(seconds, partial(self._add_again, worker.machine.identity))
+            self.meshes.strike(worker, number, hangs=hangs)
+
+    def _lose_device(self, worker: SimWorker, loss: DeviceLoss) -> None:
+        """A mesh has lost a device: its process comes back as a new incarnation with those that are left."""
+        identity = worker.machine.identity
+        left = ",".join(loss.left)
+        self.lines.append(
+            f"{self.clock.now:.3f} {identity.worker} {loss.reason}; goes on with devices={left}"
+        )
+        self.kill_worker(identity.worker)
+        smaller = replace(identity, profile=left_of(identity.profile, loss.left))
+        self.clock.after(WITHOUT_S, partial(self._come_back, smaller))
 
     def bring_back(self, name: WorkerId, seconds: float) -> None:
         """Have the machine of a worker that is here start again after so long, unless it is here then."""
@@ -206,13 +238,7 @@ class World(SimService):
             self._add_again(identity)
 
     def _add_again(self, identity: io.Identity) -> None:
-        profile = identity.profile
-        self.add_worker(
-            identity.worker,
-            identity.site,
-            flops_per_s=profile.flops_per_s,
-            memory_bytes=profile.memory_bytes,
-        )
+        self._start(identity.worker, identity.site, identity.profile)
 
     def freeze_worker(self, name: WorkerId, seconds: float) -> None:
         """Stop a process as SIGSTOP does: it says and does nothing, and goes on later."""
@@ -339,6 +365,7 @@ class World(SimService):
                 self.invariants.begins(worker.machine, command.op)
                 self.invariants.draws(worker.machine, command.op, worker.executor.choices)
                 worker.executor.begins(command.op, command.generation)
+                self.meshes.begins(worker, command.op)
                 self.clock.after(seconds, partial(self._end_op, worker, command, seconds))
             case io.Complete(op=SaveOp() as op):
                 self._builds.save(worker, op)
@@ -386,7 +413,8 @@ class World(SimService):
                     worker.executor.forget()
             case io.Exit():
                 self.lines.append(f"{self.clock.now:.3f} {name} exits: {command.reason}")
-                self.kill_worker(name)
+                loss = None if command.is_clean else self.meshes.loss_of_turned_away(worker)
+                self.kill_worker(name) if loss is None else self._lose_device(worker, loss)
             case io.DropTensor():
                 pass
 
@@ -416,7 +444,7 @@ class World(SimService):
         return PeersSeen(reached=tuple(reached), gone=tuple(gone))
 
     def _end_op(self, worker: SimWorker, command: io.RunOp, seconds: float) -> None:
-        if not worker.is_stuck:
+        if not worker.is_stuck and (worker.mesh is None or not worker.mesh.hangs):
             worker.when_running(partial(self._finish_op, worker, command, seconds))
 
     def _finish_op(self, worker: SimWorker, command: io.RunOp, seconds: float) -> None:
@@ -426,6 +454,8 @@ class World(SimService):
             self.invariants.applies(worker.machine, op.record, lineages)
         outcome = self._outcome(worker, command)
         worker.is_busy = False
+        if worker.mesh is not None:
+            worker.mesh.ended(seconds)
         if worker.is_to_forget:
             worker.is_to_forget = False
             worker.executor.forget()

@@ -89,6 +89,14 @@ class Builds:
             self._times[job, stage] = stage_times(spec, spec.layers, stage)
         return self._times[job, stage]
 
+    def _times_at(self, worker: SimWorker, job: JobId, chunk: ChunkAssignment) -> StageTimes:
+        """Costs of a stage at a worker by the speed that it tells."""
+        times, mesh = self.times_of(job, chunk.stage), worker.mesh
+        if mesh is None:
+            return times
+        memory_bytes = worker.machine.identity.profile.memory_bytes
+        return mesh.times(times, self._spec_of(job), chunk, memory_bytes=memory_bytes)
+
     def _fetch_s(self, worker: SimWorker, job: JobId, chunk: ChunkAssignment) -> float:
         source = chunk.source
         if source.neighbours:
@@ -115,7 +123,7 @@ class Builds:
         search = StateSearch[str](assign, worker.machine.identity.worker, command.members)
         try:
             given = self._given(worker, command, search)
-            times = {chunk.stage.index: self.times_of(assign.job, chunk.stage) for chunk in assign.chunks}
+            times = {chunk.stage.index: self._times_at(worker, assign.job, chunk) for chunk in assign.chunks}
             worker.executor.build(assign, given, times, self._invariants.visits[assign.generation])
         except (SkeinError, OSError) as error:
             failed = search.failed(error, str(error))

@@ -11,6 +11,7 @@ from skein.protocol.worker.ops import Op
 from skein.protocol.worker.worker import Worker
 from skein.sim.clock import Action
 from skein.sim.compute.executor import SimExecutor
+from skein.sim.processes.devices import SimMesh
 
 
 @dataclass(slots=True)
@@ -19,9 +20,11 @@ class SimWorker:
 
     machine: Worker
     executor: SimExecutor
+    mesh: SimMesh | None = None
     is_alive: bool = True
     is_frozen: bool = False
     is_stuck: bool = False
+    """Whether no op ends any more."""
     is_connected: bool = False
     is_busy: bool = False
     is_to_forget: bool = False
@@ -49,9 +52,9 @@ class SimWorker:
             action()
 
     def thaw(self) -> None:
-        """The process goes on: it takes all that reached it."""
+        """The process goes on: it takes all that reached it, as long as it lives."""
         self.is_frozen = False
-        while self.frozen and not self.is_frozen:
+        while self.frozen and self.is_alive and not self.is_frozen:
             self.frozen.popleft()()
 
     def disconnect(self) -> None:
