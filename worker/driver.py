@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import assert_never
 
 from skein.protocol.deadline import TimePassed
-from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.reports import Beat, PeersSeen, Report, Trouble
 from skein.protocol.messages.ways import Ways
@@ -157,8 +157,11 @@ class WorkerDriver:
                 self._complete()
             case io.PickCandidates():
                 self._begin(pick(command, self._executor, self._inbox.post))
+            case io.KeepParameters():
+                self._on_compute(partial(self._executor.compute.keep_parameters, command.version))
             case io.TakeChoice():
-                self._draw_by(command.choice)
+                self._desk.selected()
+                self._on_compute(partial(self._executor.compute.draw_by, command.choice))
             case io.SendTensor():
                 self._send(command)
             case io.DropTensor():
@@ -239,15 +242,9 @@ class WorkerDriver:
         self._saved = done.saved
         self._inbox.post(io.OpEnded(op=op, outcome=done.outcome, seconds=ran.seconds))
 
-    def _draw_by(self, choice: ToldChoice) -> None:
-        """On torch's thread: before any op that draws by it."""
-        compute = self._executor.compute
-
-        def draw() -> None:
-            if compute.holding is not None:
-                compute.holding.draw_by(choice)
-
-        self._executor.call(draw)
+    def _on_compute(self, told: Callable[[], None]) -> None:
+        """On torch's thread: after ops that were asked for before, and before any later one."""
+        self._executor.call(told)
 
     def _forget_job(self) -> None:
         # The machine has not heard yet that the op has ended: who awaits the checkpoint may lack this alone.

@@ -1,5 +1,6 @@
 """Shapes of small jobs and fleets, by words: `loop 3x2 tied skip 1/3 on 4` is what a failing seed is told with."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -41,8 +42,16 @@ _SWEEP_ROUND_STEPS = 24
 """Local steps of a round of a sweep's array: the last round before a rung is shorter."""
 _DIVERGING_SEED = 2
 """Seed of a row that diverges (`skein.sim.compute.arrays`): that of the first one, where it is asked for all."""
-CHOSEN = CoresetSpec(method="craig", fraction=0.25, refresh_epochs=1, max_overhead=100)
+CHOSEN = CoresetSpec(method="craig", fraction=0.25, refresh_epochs=1, beside=False, max_overhead=100)
 """Rows of a job that chooses them; however long that takes, it does so every few steps."""
+_CHOOSING: Mapping[str, Mapping[str, object]] = {
+    "chosen": {},
+    "beside": {"beside": True, "refresh_epochs": 2},
+    "local": {"distributed": "local"},
+    "ungrouped": {"group_by": "source"},
+    "shared": {"share": "first_alive"},
+}
+"""Words of a job that chooses rows, and what each changes of `CHOSEN`; the first is said alone too."""
 _HINT = (
     "as in `loop 3x2 tied skip 1/3 on 4`: layout, stages x replicas, and what else; ` + ` before another job"
 )
@@ -74,10 +83,8 @@ class SimShape:
     """Whether a worker's chunks are laid there and back; otherwise they lie beside each other."""
     is_sparse: bool = False
     """Whether its blocks have experts."""
-    is_chosen: bool = False
-    """Whether it trains a classifier on a part of its rows, chosen along the run."""
-    has_one_choice: bool = False
-    """Whether all trials of an array draw by the choice of the first that is left, rather than each by its own."""
+    coreset: CoresetSpec | None = None
+    """Part of its rows that it trains a classifier on, chosen along the run; None: it is a language model."""
     num_walled: int = 0
     """The first of the workers, whom nobody can dial: the coordinator relays, and so do the other workers."""
     num_meshes: int = 0
@@ -133,11 +140,11 @@ class SimShape:
             model = MixtralModel(shape=MixtralShape.model_validate(blocks))
         plain = AllReduce(pattern=self.pattern), AdamWSpec()
         data = DataSpec(sources=(TextSource(path="/simulated"),), sequence_tokens=64)
-        if self.is_chosen:
+        if self.coreset is not None:
             num_hidden = 2 * self.stages * self.chunks - 1
             model = MlpModel(family="mlp", widths=(64,) * num_hidden, num_features=64, num_classes=3)
-            chosen = CHOSEN.model_copy(update={"share": "first_alive" if self.has_one_choice else "row"})
-            data = DataSpec(sources=(ArraysSource(format="arrays", path="/simulated.npz"),), coreset=chosen)
+            source = ArraysSource(format="arrays", path="/simulated.npz")
+            data = DataSpec(sources=(source,), coreset=self.coreset)
         aggregation, optimizer = RULES[self.rule] if self.rule else plain
         job = JobSpec(
             name="sim",
@@ -185,6 +192,11 @@ class SimShape:
         }
         return trial.model_copy(update=changed)
 
+    @property
+    def has_one_choice(self) -> bool:
+        """Whether all trials of an array draw by the choice of the first that is left, rather than each by its own."""
+        return self.coreset is not None and self.coreset.share == "first_alive"
+
     def _array(self, trial: JobSpec, *, steps: int) -> JobSpec:
         """An array of trials, of so many rounds; the last is shorter than the others."""
         last_step = steps * _ROUND_STEPS - 1
@@ -231,7 +243,8 @@ def _one(text: str) -> SimShape:
         is_tied, skip, num_workers = False, Fraction(0), stages * replicas
         pattern: PatternName = "auto"
         rule, num_slow, chunks, rows = "", 0, 1, VocabularySplit.OFF
-        is_split, is_in_v, is_sparse, is_chosen, has_one_choice = False, False, False, False, False
+        is_split, is_in_v, is_sparse = False, False, False
+        coreset: CoresetSpec | None = None
         checked, priority, after_s, num_walled = 0.0, 0, 0.0, 0
         quota_workers: int | None = None
         quota_running: int | None = None
@@ -272,10 +285,8 @@ def _one(text: str) -> SimShape:
                     is_evaluated = True
                 case "rewinds":
                     rewinds = True
-                case "chosen":
-                    is_chosen = True
-                case "shared":
-                    has_one_choice = True
+                case "chosen" | "beside" | "local" | "ungrouped" | "shared" as word:
+                    coreset = (coreset or CHOSEN).model_copy(update=_CHOOSING[word])
                 case "slow":
                     num_slow = int(words.pop(0))
                 case "rows":
@@ -319,8 +330,7 @@ def _one(text: str) -> SimShape:
         is_split=is_split,
         is_in_v=is_in_v,
         is_sparse=is_sparse,
-        is_chosen=is_chosen,
-        has_one_choice=has_one_choice,
+        coreset=coreset,
         rule=rule,
         priority=priority,
         after_s=after_s,
@@ -432,6 +442,8 @@ SHAPES = tuple(
         SEVERAL[0].text,
         "loop 3x2 tied skip 1/3 split sparse",
         "line 1x3 chosen on 5",
+        "loop 2x2 chosen beside local",
+        "line 2x2 chosen beside ungrouped on 5",
     )
 )
 """Shapes that seeds walk over."""

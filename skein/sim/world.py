@@ -372,11 +372,14 @@ class World(SimService):
             case io.Complete(op=SnapshotOp() as op):
                 self.copies.snapshot(worker, op)
             case io.PickCandidates():
-                looked_at, worker.executor.looked_at = worker.executor.looked_at, set()
-                picked = partial(self._picked, worker, command, frozenset(looked_at))
+                picked = partial(self._picked, worker, command, worker.executor.rows.give_away())
                 self.clock.after(PICK_S, partial(worker.when_running, picked))
+            case io.KeepParameters():
+                worker.executor.rows.kept_version = command.version
             case io.TakeChoice():
                 worker.executor.draw_by(command.choice)
+                worker.executor.desk.selected()
+                worker.executor.rows.end()
             case io.SendTensor():
                 self.transport.send(worker, command)
             case io.SendReport():

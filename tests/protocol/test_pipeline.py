@@ -554,3 +554,54 @@ def test_an_evaluation_after_a_step_finds_all_slots_free() -> None:
     run_floor(floor, Phase.TRAIN, 4, order)
     for placed in plan.chunks:
         assert floor.machines[placed.chunk.worker].is_done(placed.chunk.stage)
+
+
+# --- selection ---
+
+
+def selects(direction: Direction, microbatch: int, hop: int, *, step: int = 0) -> HopTensor:
+    return tensor(direction, microbatch, hop, LINE, phase=Phase.SELECT, step=step)
+
+
+def test_a_selection_goes_on_beside_steps_after_all_else_that_may_run() -> None:
+    machine = machine_of("b", "L1.0 L1.1")
+    for microbatch in (3, 4):
+        machine.arrive(selects(Direction.FORWARD, microbatch, 1))
+    machine.arrive(forward(5, 1, phase=Phase.EVALUATE))
+    machine.arrive(forward(0, 1))
+    op = machine.next_op()
+    assert op is not None
+    assert (op.phase, op.microbatch) == (Phase.TRAIN, 0)
+    machine.end(op, LOSS)
+    op = machine.next_op()
+    assert op is not None
+    assert op.phase is Phase.EVALUATE
+    machine.end(op, LOSS)
+    machine.advance(Step(1))
+    late = selects(Direction.FORWARD, 7, 1)
+    assert machine.may_hold(late)
+    machine.arrive(late)
+    machine.arrive(late)
+    assert run_ready(machine) == ["L3", "L4", "L7"]
+    assert machine.evaluation_loss(StageIndex(1), Phase.SELECT)[0] == microbatches(3, 4, 7)
+
+
+def test_a_selection_takes_no_slot_of_a_step() -> None:
+    machine = first_stage(num_microbatches=2, slots=1)
+    machine.begin(Phase.SELECT, [Origin(microbatch=MicrobatchId(m), path=LINE) for m in range(2)])
+    assert run_ready(machine) == ["F0", "F0"]
+    assert machine.arrive(selects(Direction.BACKWARD, 0, 0)) == ()
+    assert run_ready(machine) == ["F1"]
+    machine.arrive(backward(0, 0))
+    assert run_ready(machine) == ["B0", "F1"]
+
+
+def test_once_rows_are_chosen_nothing_of_a_selection_is_taken() -> None:
+    machine = machine_of("b", "L1.0")
+    machine.arrive(selects(Direction.FORWARD, 3, 1))
+    machine.selected()
+    assert run_ready(machine) == []
+    assert not machine.may_hold(selects(Direction.FORWARD, 4, 1))
+    machine.advance(Step(1))
+    assert not machine.may_hold(selects(Direction.FORWARD, 4, 1))
+    assert machine.may_hold(selects(Direction.FORWARD, 4, 1, step=1))

@@ -5,8 +5,13 @@ from collections.abc import Callable
 import pytest
 
 from skein.config.job import JobSpec
-from skein.protocol.coordinator.coordinator_io import ChooseRows, CoordinatorCommand
-from skein.protocol.coordinator.runs.phase import EvaluatePhase
+from skein.protocol.coordinator.coordinator_io import (
+    ChooseRows,
+    CoordinatorCommand,
+    CoordinatorEvent,
+    RowsChosen,
+)
+from skein.protocol.coordinator.runs.phase import EvaluatePhase, StepPhase
 from skein.protocol.log.records import CoresetChosen
 from skein.protocol.messages.coresets import CandidatesPicked
 from skein.protocol.messages.reports import Report
@@ -46,7 +51,11 @@ class Watched(World):
     def __init__(self, sites: tuple[SiteId, ...], *, seed: int) -> None:
         super().__init__(sites, seed=seed)
         self.picked: set[WorkerId] = set()
-        self.num_asked = 0
+        self.num_asked = self.num_chosen = 0
+
+    def tell(self, event: CoordinatorEvent) -> None:
+        self.num_chosen += isinstance(event, RowsChosen)
+        super().tell(event)
 
     def _send_report(self, worker: SimWorker, report: Report) -> None:
         if isinstance(report, CandidatesPicked) and report.part == report.num_parts - 1:
@@ -66,20 +75,32 @@ class Deaf(World):
             super()._do(worker, command)
 
 
-def watched(job: JobSpec) -> Watched:
-    world = make_world(job, fleet_of(3), seed=0, new_world=Watched)
+def watched(job: JobSpec, num_workers: int = 3) -> Watched:
+    world = make_world(job, fleet_of(num_workers), seed=0, new_world=Watched)
     assert isinstance(world, Watched)
     return world
 
 
 def has_looked(world: World) -> bool:
-    return is_selecting(world) and any(w.executor.looked_at for w in world.workers.values())
+    return is_selecting(world) and any(w.executor.rows.looked_at for w in world.workers.values())
 
 
 def is_choosing(world: World) -> bool:
     """Whether the second stage runs."""
     assert isinstance(world, Watched)
     return world.num_asked > 0
+
+
+def world_asked(world: World) -> int:
+    """Times that a second stage has begun."""
+    assert isinstance(world, Watched)
+    return world.num_asked
+
+
+def awaits_choice(world: World) -> bool:
+    """Whether an answer to the newest is still to come."""
+    assert isinstance(world, Watched)
+    return world.num_chosen < world.num_asked
 
 
 STAGES: dict[str, Callable[[World], bool]] = {
@@ -102,6 +123,18 @@ def test_rows_are_chosen_before_the_first_step_and_once_each_pass_is_over() -> N
     world = simulate(job_of("line 1x3 chosen"), 3).world
     assert [x.version for x in chosen_in(world)] == [0, 3, 6, 9]
     assert all(x.told.num_picks == NUM_ROWS // 4 for x in chosen_in(world))
+
+
+def test_choices_that_take_too_long_come_half_as_often_from_then_on_and_that_is_told() -> None:
+    job = shape_of("line 1x3 chosen").job(steps=30, every=0)
+    coreset = job.data.coreset.model_copy(update={"max_overhead": 0.01})
+    job = job.model_copy(update={"data": job.data.model_copy(update={"coreset": coreset})})
+    world = simulate(job, 3).world
+    # Of the first nobody knows what training takes. 30 picks and 12 samples a step: passes of 2.5 steps.
+    assert [(x.version, x.passes) for x in chosen_in(world)] == [(0, 1), (3, 2), (8, 4), (18, 8)]
+    told = [line for line in world.lines if "above max_overhead of 1%" in line]
+    assert len(told) == 3
+    assert "the next choice is made after 2 passes" in told[0]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -162,9 +195,87 @@ def test_a_worker_that_stands_still_in_a_selection_is_not_waited_for() -> None:
     assert first.seconds < 30.0
 
 
+# --- beside steps ---
+
+BESIDE = "line 2x2 beside"
+
+
+def is_looking(world: World) -> bool:
+    """Whether a choice is made while steps go on."""
+    run = None if world.coordinator is None else world.coordinator.run
+    is_stepping = run is not None and isinstance(run.phase, StepPhase)
+    return is_stepping and any(w.executor.rows.kept_version for w in world.workers.values())
+
+
+def test_where_a_plan_has_room_choices_are_made_beside_steps_and_nobody_stands_still() -> None:
+    world = simulate(job_of(BESIDE), 4).world
+    first, *others = chosen_in(world)
+    assert (first.version, first.num_steps_beside) == (0, 0)
+    assert [x.version for x in others] == [8]
+    assert all(0 < x.num_steps_beside <= 4 and x.seconds == 0.0 for x in others)
+    assert all(x.num_faults == 0 for x in others)
+
+
+def test_where_it_has_none_they_are_made_before_the_step_and_that_is_told() -> None:
+    world = simulate(shape_of("line 1x1 beside").job(steps=50, every=0), 1).world
+    assert [x.version for x in chosen_in(world)] == [0, 15, 30, 45]
+    assert all(x.num_steps_beside == 0 for x in chosen_in(world))
+    assert len([line for line in world.lines if "leaves workers idle for too little" in line]) == 1
+
+
+def test_a_worker_that_dies_meanwhile_has_it_made_before_the_step() -> None:
+    job = job_of(BESIDE)
+    world = watched(job, 4)
+    run_until(world, is_looking)
+    world.kill_worker(worker(1))
+    run = finish(world, about="beside")
+    assert run.num_rollbacks == 0
+    assert run.curve == undisturbed(job, 4).curve
+    assert [(x.version, x.num_steps_beside) for x in chosen_in(world)] == [(0, 0), (8, 0)]
+
+
+def test_one_that_was_complete_stays_whoever_dies_then() -> None:
+    job = job_of(BESIDE)
+    world = watched(job, 4)
+    run_until(world, lambda world: is_looking(world) and world_asked(world) > 1)
+    run_until(world, lambda world: not awaits_choice(world))
+    world.kill_worker(worker(1))
+    finish(world, about="complete")
+    digests = [(x.version, x.digest) for x in chosen_in(world)]
+    assert digests == undisturbed_choices(job, 4)
+
+
+def test_a_coordinator_that_begins_anew_meanwhile_has_it_made_all_the_same() -> None:
+    job = job_of(BESIDE)
+    world = watched(job, 4)
+    run_until(world, is_looking)
+    world.crash_coordinator()
+    run = finish(world, about="coordinator")
+    assert run.curve == undisturbed(job, 4).curve
+    assert [x.version for x in chosen_in(world)] == [0, 8]
+
+
+def test_who_is_slow_beside_steps_is_waited_for_when_the_choice_is_due() -> None:
+    job = job_of(BESIDE)
+    world = watched(job, 4)
+    run_until(world, is_looking)
+    world.slow_worker(worker(3), 1e4, seconds=20.0)
+    finish(world, about="slow")
+    assert [x.version for x in chosen_in(world)] == [0, 8]
+
+
 @pytest.mark.parametrize(
     "shape",
-    [shape_of(f"{layout} chosen") for layout in ("line 2x2", "loop 2x2", "line 1x3")],
+    [
+        shape_of(text)
+        for text in (
+            "line 2x2 chosen",
+            "loop 2x2 chosen",
+            "line 1x3 chosen",
+            "line 2x2 beside ungrouped",
+            "loop 3x2 beside local",
+        )
+    ],
     ids=lambda x: x.text,
 )
 def test_no_schedule_of_faults_has_a_sample_drawn_otherwise(shape: SimShape) -> None:

@@ -11,7 +11,7 @@ from skein.config.data.sources import ArraysSource
 from skein.config.data.spec import DataSpec
 from skein.config.job import JobSpec
 from skein.config.optimizer import AdamWSpec
-from skein.errors import UserError
+from skein.errors import LocalError, UserError
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.mlp import MlpModel
 from skein.model.table import ModelSpec
@@ -54,11 +54,11 @@ def job_of(
     )
 
 
-def looked_at(lab: Lab, num_rows: int) -> list[HeadRows]:
+def looked_at(lab: Lab, num_rows: int, version: int = 0) -> list[HeadRows]:
     """What each head has once all training rows have been forwarded, by evaluation's paths."""
     size = lab.job.batch.microbatch_samples
     for m in range(-(-num_rows // size)):
-        lab.microbatch(Step(0), m, lab.arrangement.paths[m % len(lab.arrangement.paths)], Phase.SELECT)
+        lab.microbatch(Step(version), m, lab.arrangement.paths[m % len(lab.arrangement.paths)], Phase.SELECT)
     found = [bench.compute.traits.take() for bench in lab.benches.values()]
     return [rows[0] for rows in found if rows]
 
@@ -128,6 +128,41 @@ async def test_a_job_draws_what_was_recorded_however_many_workers_and_whoever_di
     assert [record.loss for record in steps] == pytest.approx(losses, rel=1e-10)
 
 
+@pytest.mark.parametrize("layout", list(Layout))
+def test_a_selection_that_outlasts_steps_is_of_the_parameters_that_were(
+    tmp_path: FilePath, labs: list[Lab], layout: Layout
+) -> None:
+    job = job_of(tmp_path, stages=2, replicas=2, layout=layout)
+    still, going = Lab(job), Lab(job)
+    labs += [still, going]
+    expected = looked_at(still, 32)
+    for bench in going.benches.values():
+        bench.compute.keep_parameters(Step(0))
+    size = job.batch.microbatch_samples
+    for m in range(32 // size):
+        going.microbatch(Step(0), m, going.arrangement.paths[m % len(going.arrangement.paths)], Phase.SELECT)
+        if m in (1, 2):
+            going.step(m - 1)
+    found = [rows[0] for b in going.benches.values() if (rows := b.compute.traits.take())]
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one.ids, other.ids)
+        assert np.array_equal(one.logits_NC, other.logits_NC)
+    still.step(0)
+    still.step(1)
+    for here, there in zip(still.benches.values(), going.benches.values(), strict=True):
+        for stage, chunk in here.holding.chunks.items():
+            for name, param in there.holding.chunks[stage].params.items():
+                assert torch.equal(param, chunk.params[name])
+
+
+def test_without_a_copy_no_older_parameters_are_computed_with(tmp_path: FilePath, labs: list[Lab]) -> None:
+    lab = Lab(job_of(tmp_path))
+    labs.append(lab)
+    lab.step(0)
+    with pytest.raises(LocalError, match="is at version 1, not at 0"):
+        looked_at(lab, 2)
+
+
 async def test_a_choice_of_one_worker_is_the_greedy_one_over_all_rows(tmp_path: FilePath) -> None:
     job = job_of(tmp_path, refresh_epochs=None, group_by="source")
     async with cluster(Disk()) as here, here.workers("w0"):
@@ -144,6 +179,32 @@ async def test_a_choice_of_one_worker_is_the_greedy_one_over_all_rows(tmp_path: 
     assert chosen.told.read().ids.tolist() == found.ids[order].tolist()
     assert chosen.told.read().sizes.tolist() == found.sizes[order].tolist()
     assert chosen.farness == pytest.approx(found.error)
+
+
+async def test_a_choice_beside_steps_is_by_parameters_of_the_version_that_is_recorded(
+    tmp_path: FilePath,
+) -> None:
+    job = job_of(tmp_path, stages=2, refresh_epochs=2, group_by="source")
+    async with cluster(Disk()) as here, here.workers("w0", "w1"):
+        here.submit(job)
+        assert await here.finished() == JobState.FINISHED
+        first, second = here.all(CoresetChosen)
+        steps = here.steps
+    assert first.num_steps_beside == 0 < second.num_steps_beside
+    version = Step(second.version - second.num_steps_beside)
+    lab = Lab(job)
+    try:
+        for bench in lab.benches.values():
+            bench.holding.draw_by(first.told)
+        losses = [lab.step(step).loss for step in range(version)]
+        for bench in lab.benches.values():
+            bench.compute.keep_parameters(version)
+        (rows,) = looked_at(lab, second.num_rows, version)
+    finally:
+        lab.close()
+    assert [record.loss for record in steps[:version]] == pytest.approx(losses, rel=1e-10)
+    found = picked(rows, job, num_rows=second.num_rows)
+    assert second.told.read().ids.tolist() == sorted(found.ids.tolist())
 
 
 def test_more_features_than_fit_are_refused_with_what_to_do(

@@ -4,7 +4,8 @@ Accumulators are the `.grad` of every parameter, as views into one flat vector p
 reads contiguous memory and copies nothing that it does not send. They are unnormalised sums, and zeroed, never freed.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Self
 
 import torch
@@ -65,6 +66,8 @@ class Chunk:
         self._place: tuple[int, int] | None = None
         """Among how many members of the stage's group, and as the how-manieth."""
         self._members: tuple[ChunkRef, ...] = ()
+        self._kept: tuple[Step, dict[str, Tensor]] | None = None
+        """Parameters of an older version, and which."""
 
     @classmethod
     def drawn(
@@ -97,6 +100,37 @@ class Chunk:
         # Those that another chunk here keeps are that one's.
         self.shared.parameters = self.walker.params
         return self.shared
+
+    def keep_parameters(self) -> None:
+        """Keep a copy of the parameters as they are, to compute with once they have changed."""
+        self._kept = self.version, {name: param.detach().clone() for name, param in self.params.items()}
+
+    def drop_kept(self) -> None:
+        """Keep no copy."""
+        self._kept = None
+
+    @contextmanager
+    def as_of(self, version: Step) -> Iterator[Stage | MeshStage]:
+        """Computes what goes through the stage as it was at `version`: that of now, or the one that is kept.
+
+        Raises:
+            LocalError: it is neither.
+        """
+        if version == self.version:
+            yield self.functions
+            return
+        if self._kept is None or self._kept[0] != version:
+            raise LocalError(f"stage {self.stage.index} is at version {self.version}, not at {version}")
+        now = {name: param.data for name, param in self.params.items()}
+        self._set_data(self._kept[1])
+        try:
+            yield self.module
+        finally:
+            self._set_data(now)
+
+    def _set_data(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, param in self.params.items():
+            param.data = tensors[name]
 
     @property
     def stage(self) -> StageSpec:

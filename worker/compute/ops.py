@@ -25,6 +25,7 @@ from skein.numeric.gradients import (
 )
 from skein.plan.ops import Direction
 from skein.plan.plan import Group
+from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.directives import Decision, StepRecord
 from skein.protocol.worker.ops import (
     ApplyOp,
@@ -103,6 +104,8 @@ class Compute:
         self._left = Left(self.gauges)
         self._results: dict[tuple[GroupId, Attempt], tuple[Joined, Tensor]] = {}
         self._exchanging: Exchanging | None = None
+        self._looked_at: Step | None = None
+        """Version of which a selection goes on; None: of none."""
         self._leaving: tuple[Chunk, ...] = ()
         """Given up, but peers may still fetch them: once anybody computes, everybody has what was assigned."""
 
@@ -132,10 +135,27 @@ class Compute:
         kept = holding.chunks.values()
         self._leaving = tuple(chunk for chunk in before if chunk not in kept)
 
+    def keep_parameters(self, version: Step) -> None:
+        """Compute a selection by parameters at this version, whatever steps are applied."""
+        self._looked_at = version
+
+    def draw_by(self, choice: ToldChoice) -> None:
+        """Draw samples by this choice from now on: selections are over."""
+        self._end_selection()
+        if self.holding is not None:
+            self.holding.draw_by(choice)
+
+    def _end_selection(self) -> None:
+        self._looked_at = None
+        self.traits.forget()
+        self._left.labels = {key: x for key, x in self._left.labels.items() if not key[0].outlasts_steps}
+        for chunk in () if self.holding is None else self.holding.chunks.values():
+            chunk.drop_kept()
+
     def forget(self) -> None:
         """Hold nothing."""
+        self._end_selection()
         self._drop_step()
-        self.traits.forget()
         self._exchanging = None
         if self.holding is not None and self.holding.batches is not None:
             self.holding.batches.close()
@@ -312,6 +332,9 @@ class Compute:
                         f"group {result.group}: {joined.digest} is here, {result.digest} was voted"
                     )
         self.snapshots.finish()
+        if self._looked_at == record.step:
+            for chunk in self._held.chunks.values():
+                chunk.keep_parameters()
         for chunk in self._held.chunks.values():
             self._apply_to(chunk, record, results)
             self.snapshots.applied(chunk, record, results)
@@ -358,7 +381,9 @@ class Compute:
         return chunk
 
     def _clear(self, step: Step) -> None:
+        outlasting = self._left.outlasting()
         self._drop_step()
+        self._left = outlasting
         self._exchanges.committed(step)
         if self.holding is not None:
             for chunk in self.holding.chunks.values():

@@ -3,7 +3,8 @@
 Rules of this file
 - A tensor is kept until it is accepted or refused. What a broken stream leaves unanswered is offered again on the next.
 - Bytes on the way never exceed the credit that the receiver granted on this stream.
-- The oldest microbatch goes first, among what has not begun; a tensor that has begun is finished.
+- The oldest microbatch goes first, among what has not begun, and a selection's after any other; a tensor that has begun
+  is finished.
 - Whoever waits for a peer waits for a sign of life: a reply. Two thirds of the patience without one cost the
   connection, all of it the peer.
 - A peer whose machine says at once that nobody is there is given up much sooner: what listened there has died.
@@ -77,7 +78,7 @@ class _Parcel:
     def age(self) -> tuple[int, ...]:
         header = self.envelope.header
         microbatch = header.microbatch if isinstance(header, HopTensor) else 0
-        return self.envelope.generation, header.step, microbatch
+        return self.envelope.generation, header.outlasts_steps, header.step, microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,9 @@ class CoresetSpec(Spec):
     share: Share = "row"
     """Choice for each trial of an array, by its own model; or one for all of them, by the model of the first that was
     not retired. A single choice takes as little time as one trial's, and is nobody else's own."""
+    beside: bool = True
+    """Whether the next choice is made while steps go on, where the plan leaves workers idle: of parameters some steps
+    older. Say false where a job is to choose the same whoever dies amid a choice."""
     max_overhead: Annotated[float, Field(gt=0, le=100)] = 0.25
     """Seconds of a choice, as a share of those of the training since the one before, above which choices come half as
     often from then on. Raise it if every choice is worth its time."""

@@ -107,7 +107,7 @@ def planned_uses(plan: Plan, job: JobSpec) -> tuple[WorkerUse, ...]:
 
 def _uses(plan: Plan, job: JobSpec) -> Iterator[WorkerUse]:
     loads = stage_loads(job, plan.stages)
-    busy_s = _busy_s(plan)
+    busy = busy_s(plan)
     peaks = {schedule.worker: _peaks(schedule) for schedule in plan.schedules}
     for worker in plan.workers:
         chunks = sorted((x for x in plan.chunks if x.chunk.worker == worker), key=lambda x: x.chunk.stage)
@@ -120,7 +120,7 @@ def _uses(plan: Plan, job: JobSpec) -> Iterator[WorkerUse]:
             slot_bytes=tuple(load.slot_bytes for load in held),
             slots=tuple(x.slots for x in chunks),
             planned_peaks=tuple(peaks[worker][x.chunk.stage] for x in chunks),
-            planned_bubble=max(0.0, 1.0 - busy_s[worker] / step_s) if step_s > 0 else 0.0,
+            planned_bubble=max(0.0, 1.0 - busy[worker] / step_s) if step_s > 0 else 0.0,
         )
 
 
@@ -134,9 +134,9 @@ def _peaks(schedule: Schedule) -> Counter[StageIndex]:
     return peaks
 
 
-def _busy_s(plan: Plan) -> Mapping[WorkerId, float]:
-    """Seconds of ops in a step, by worker, as the prediction has them."""
-    visits, busy_s = plan.microbatches_by_chunk(), defaultdict[WorkerId, float](float)
+def busy_s(plan: Plan) -> Mapping[WorkerId, float]:
+    """Seconds of ops in a step, by worker, as the prediction has them; 0 of whoever has none."""
+    visits, found = plan.microbatches_by_chunk(), defaultdict[WorkerId, float](float)
     for time in plan.chunk_times:
-        busy_s[time.chunk.worker] += time.total_s * len(visits.get(time.chunk, ()))
-    return busy_s
+        found[time.chunk.worker] += time.total_s * len(visits.get(time.chunk, ()))
+    return found

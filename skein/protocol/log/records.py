@@ -117,6 +117,7 @@ class CoresetChosen:
 
     `farness` is L, or more, over `num_rows` less those set aside for features that are not finite; None: unknown.
     `num_by_chance` are rows of the `num_faults` workers whose candidates were wanting: what stands for these was drawn.
+    Training stood still for `seconds`.
     """
 
     job: JobId
@@ -137,6 +138,8 @@ class CoresetChosen:
     wall_s: float
     rows: tuple[DrawingRow, ...] = ()
     """Rows of an array that draw by the choice; none of any other job."""
+    num_steps_beside: int = 0
+    """Steps that were made meanwhile: rows were compared by parameters so many versions older."""
 
     @property
     def told(self) -> ToldChoice:

@@ -60,6 +60,11 @@ class Phase(StrEnum):
         return self is Phase.SELECT
 
     @property
+    def outlasts_steps(self) -> bool:
+        """Whether it may go on while steps are committed, with the parameters of the version that it began at."""
+        return self is Phase.SELECT
+
+    @property
     def replicates_samples(self) -> bool:
         """Whether all walkers get the same samples."""
         return self is Phase.PROBE
@@ -78,6 +83,11 @@ class HopTensor:
     microbatch: MicrobatchId
     hop: int
     path: Path
+
+    @property
+    def outlasts_steps(self) -> bool:
+        """Whether it is still wanted once its step is committed."""
+        return self.phase.outlasts_steps
 
 
 class ShardKind(StrEnum):
@@ -106,6 +116,11 @@ class ShardTensor:
     attempt: Attempt
     shard: int
     member: ChunkRef
+
+    @property
+    def outlasts_steps(self) -> bool:
+        """Whether it is still wanted once its step is committed: a reduction ends with that."""
+        return False
 
     def __hash__(self) -> int:
         # Not of all fields, for each tensor is looked up many times: the others seldom tell two of one step apart.

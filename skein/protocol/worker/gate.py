@@ -31,7 +31,7 @@ class PeerGate:
         """
         standing, header, version = self._standing, envelope.header, self._version()
         place, here = (envelope.epoch, envelope.generation), standing.place
-        if place < here or (place == here and header.step < version):
+        if place < here or (place == here and header.step < version and not header.outlasts_steps):
             return Refusal.STALE
         if place > here:
             return Refusal.NOT_YET

@@ -26,6 +26,11 @@ class HopKey(NamedTuple):
     microbatch: MicrobatchId
     hop: int
 
+    @property
+    def outlasts_steps(self) -> bool:
+        """Whether it is still wanted once its step is committed."""
+        return self.phase.outlasts_steps
+
 
 def hop_key(tensor: HopTensor) -> HopKey:
     """The identity in a boundary tensor's header."""

@@ -11,33 +11,30 @@ Rules of this file
   come to a halt only if these precedences run in a circle, which no timing makes or mends. `skein.plan.check` walks
   them.
 - A microbatch enters the ledger once, when its last op on the chunk has ended; repeats are dropped on arrival.
-- Evaluation comes after every training op that may run: losses, then forwards, by microbatch, and of one microbatch
-  the hop nearest to its loss. It holds its slot until an empty gradient comes back, so nothing piles up before a slow
-  stage. Its paths visit all stages in order: who holds a slot waits for later stages alone, and the last never waits.
+- Evaluation comes after every training op that may run, in chunks' own slots, and a selection after that, in slots of
+  its own: it goes on while steps are computed and committed, wherever these leave a worker idle.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 from skein.numeric.sums import exact_sum
 from skein.plan.ops import ChunkOrder, Direction, Kept, OpKind, only_using
 from skein.plan.plan import Path, PlannedOp, Schedule
-from skein.protocol.messages.array_rounds import ArrayRound, added_scores
+from skein.protocol.messages.array_rounds import ArrayRound
 from skein.protocol.messages.directives import Assign, ChunkAssignment, Evaluate, Ledger, Origin
 from skein.protocol.messages.reports import Balance
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.ops import (
     COMPUTE_OPS,
     ComputeOp,
-    ForwardOp,
+    HopKey,
     Loss,
-    LossOp,
     VisitOp,
     hop_key,
-    outputs_of,
 )
+from skein.protocol.worker.scoring.scoring import OwnSlots, Scoring
 from skein.types import MicrobatchId, StageIndex, Step, WorkerId
 
 _Place = tuple[int, Path]
@@ -75,8 +72,6 @@ class _Chunk:
     def __init__(self, assignment: ChunkAssignment, planned: Iterable[_Listed]) -> None:
         self.slots = assignment.slots
         self.evaluation_paths = assignment.evaluation_paths
-        self.evaluation_forwards: list[tuple[MicrobatchId, int, Path]] = []
-        self.evaluation_losses: dict[MicrobatchId, Loss] = {}
         self.peak = self.peak_before = 0
         """Most microbatches that held a slot at once: in the step so far, and in the one before."""
         self._stage = assignment.stage.index
@@ -179,9 +174,11 @@ class Pipeline:
         for position, op in enumerate(schedule.ops):
             planned.setdefault(op.stage, []).append(_Listed(position, op))
         self._chunks = {x.stage.index: _Chunk(x, planned.get(x.stage.index, ())) for x in chunks}
-        self._evaluation_losses: list[tuple[MicrobatchId, int, Path]] = []
-        self._evaluating = Phase.EVALUATE
-        self._seen: set[object] = set()
+        self._evaluation = Scoring(self._chunks, Phase.EVALUATE, step)
+        self._selection = self._selection_at(step)
+        self._selected: Step | None = None
+        """Version of the newest selection that is over."""
+        self._seen: set[HopKey] = set()
         self._peak = 0
         self._peak_before = 0
 
@@ -231,16 +228,17 @@ class Pipeline:
         """Ready ops by kind."""
         depths = dict.fromkeys((kind.value for kind in OpKind), 0)
         for chunk in self._chunks.values():
-            depths[OpKind.FORWARD.value] += len(chunk.evaluation_forwards)
             for op in chunk.arrived:
                 depths[op.kind.value] += 1
-        depths[OpKind.LOSS.value] += len(self._evaluation_losses)
+        for scoring in (self._evaluation, self._selection):
+            depths[OpKind.FORWARD.value] += scoring.num_forwards
+            depths[OpKind.LOSS.value] += scoring.num_losses
         return depths
 
     def begin(self, phase: Phase, origins: Iterable[Origin]) -> None:
         """Make the microbatches that start here ready at their first hop; one evaluation is at a time."""
         if not phase.trains:
-            self._turn_to(phase)  # Where no path begins, what was scored before is still here.
+            self._turn_to(phase, self.step)  # Where no path begins, what was scored before is still here.
         for origin in origins:
             self.arrive(
                 HopTensor(
@@ -261,6 +259,8 @@ class Pipeline:
         chunk = self._chunks.get(at.stage)
         if at.worker != self.worker or chunk is None:
             return False
+        if tensor.outlasts_steps:
+            return self._selection.step < tensor.step == self.step or self.is_selecting(tensor.step)
         return not tensor.phase.trains or _planned(tensor) in chunk.planned
 
     def arrive(self, tensor: HopTensor) -> tuple[HopTensor, ...]:
@@ -271,36 +271,40 @@ class Pipeline:
         self._seen.add(key)
         chunk = self._chunks[tensor.path.hops[tensor.hop].stage]
         if not tensor.phase.trains:
-            return self._arrive_evaluation(chunk, tensor)
+            return self._turn_to(tensor.phase, tensor.step).arrive(tensor)
         op = _planned(tensor)
         assert op is not None, f"{tensor} is not held"
         chunk.arrived[op] = (tensor.hop, tensor.path)
         return ()
 
-    def _arrive_evaluation(self, chunk: _Chunk, tensor: HopTensor) -> tuple[HopTensor, ...]:
-        if tensor.direction is Direction.BACKWARD:
-            chunk.in_flight -= 1
-            return outputs_of(
-                Direction.BACKWARD, tensor.phase, tensor.step, tensor.microbatch, tensor.hop, tensor.path
-            )
-        self._turn_to(tensor.phase)
-        is_end = tensor.path.is_end(tensor.hop)
-        queue = self._evaluation_losses if is_end else chunk.evaluation_forwards
-        heappush(queue, (tensor.microbatch, tensor.hop, tensor.path))
-        return ()
+    def _selection_at(self, step: Step) -> Scoring:
+        slots = {stage: OwnSlots(chunk.slots) for stage, chunk in self._chunks.items()}
+        return Scoring(slots, Phase.SELECT, step)
 
-    def _turn_to(self, phase: Phase) -> None:
-        """Forget losses of another purpose, which is over."""
-        if phase is not self._evaluating:
-            self._evaluating = phase
-            for chunk in self._chunks.values():
-                chunk.evaluation_losses.clear()
+    def _turn_to(self, phase: Phase, step: Step) -> Scoring:
+        """Scoring of this purpose, of which an older one is over."""
+        if not phase.outlasts_steps:
+            self._evaluation.turn_to(phase)
+            return self._evaluation
+        if step > self._selection.step:
+            self._selection = self._selection_at(step)
+        return self._selection
+
+    def is_selecting(self, version: Step) -> bool:
+        """Whether a selection of the parameters at this version may go on here."""
+        return version == self._selection.step and version != self._selected
+
+    def selected(self) -> None:
+        """Rows are chosen: nobody waits for any more of them."""
+        self._selected = self._selection.step
+        self._selection.clear()
+        self._seen = {key for key in self._seen if not key.outlasts_steps}
 
     def next_op(self) -> VisitOp | None:
         """The op to run now, or None if nothing that is here may run."""
         due = [(listed_op, chunk) for chunk in self._chunks.values() for listed_op in chunk.due()]
         if not due:
-            return self._next_evaluation()
+            return self._evaluation.next_op() or self._selection.next_op()
         listed_op, chunk = min(due, key=lambda pair: pair[0].position)
         op = listed_op.op
         hop, path = chunk.begin_op(listed_op)
@@ -308,19 +312,6 @@ class Pipeline:
         return COMPUTE_OPS[op.kind](
             phase=Phase.TRAIN, step=self.step, microbatch=op.microbatch, hop=hop, path=path
         )
-
-    def _next_evaluation(self) -> LossOp | ForwardOp | None:
-        if self._evaluation_losses:
-            microbatch, hop, path = heappop(self._evaluation_losses)
-            return LossOp(phase=self._evaluating, step=self.step, microbatch=microbatch, hop=hop, path=path)
-        free = [x for x in self._chunks.values() if x.evaluation_forwards and x.in_flight < x.slots]
-        if not free:
-            return None
-        # Oldest microbatch first; of one microbatch the hop nearest to its loss.
-        chunk = min(free, key=lambda x: (x.evaluation_forwards[0][0], -x.evaluation_forwards[0][1]))
-        chunk.in_flight += 1
-        microbatch, hop, path = heappop(chunk.evaluation_forwards)
-        return ForwardOp(phase=self._evaluating, step=self.step, microbatch=microbatch, hop=hop, path=path)
 
     def end(self, op: ComputeOp, loss: Loss | None, balance: Balance | None = None) -> tuple[HopTensor, ...]:
         """Book an op that has ended; gives the headers of the tensor it made, to be sent on."""
@@ -337,12 +328,17 @@ class Pipeline:
             if row.is_accumulating:
                 chunk.accumulated(op.microbatch)
         if loss is not None:
-            losses = chunk.train_losses if op.phase.trains else chunk.evaluation_losses
-            losses[op.microbatch] = loss
+            self._scored(op, chunk, loss)
         if balance is not None:
             # Whoever computes it again tells the same, or what counts then.
             chunk.balances[op.microbatch] = balance
         return op.outputs
+
+    def _scored(self, op: ComputeOp, chunk: _Chunk, loss: Loss) -> None:
+        if op.phase.trains:
+            chunk.train_losses[op.microbatch] = loss
+        else:
+            self._turn_to(op.phase, op.step).scored(op.chunk.stage, op.microbatch, loss)
 
     def spoil(self, op: ComputeOp) -> None:
         """An op failed halfway: what was left for it is gone, and if it accumulates, all that its chunk has summed."""
@@ -356,21 +352,20 @@ class Pipeline:
 
     def advance(self, step: Step) -> None:
         """The step before `step` is committed: empty ledgers, the next step's numbers."""
-        self.step = step
-        self._seen.clear()
+        self._turn_over(step)
         self._peak, self._peak_before = 0, self._peak
-        # Of a selection that nobody waited for any longer.
-        self._evaluation_losses.clear()
+        self._evaluation.clear()
         for chunk in self._chunks.values():
             chunk.peak, chunk.peak_before = 0, chunk.peak
             chunk.clear()
-            chunk.evaluation_losses.clear()
-            chunk.evaluation_forwards.clear()
 
     def keep_on(self, step: Step) -> None:
         """The step before `step` is committed without this worker, which goes on with its own."""
-        self.step = step
-        self._seen.clear()
+        self._turn_over(step)
+
+    def _turn_over(self, step: Step) -> None:
+        self.step = self._evaluation.step = step
+        self._seen = {key for key in self._seen if key.outlasts_steps}
 
     def ledger(self, stage: StageIndex) -> Ledger:
         """Ledger of the chunk of `stage`: what it has accumulated in this step, in that order."""
@@ -400,10 +395,12 @@ class Pipeline:
         parts = (chunk.train_losses[m].array for m in chunk.ledger if m in chunk.train_losses)
         return ArrayRound.together([part for part in parts if part is not None])
 
-    def evaluation_loss(self, stage: StageIndex) -> tuple[tuple[MicrobatchId, ...], Loss]:
-        """Evaluation microbatches whose loss this chunk has, ascending, and their sum."""
-        losses = self._chunks[stage].evaluation_losses
-        return tuple(sorted(losses)), _total(losses.values())
+    def evaluation_loss(
+        self, stage: StageIndex, phase: Phase = Phase.EVALUATE
+    ) -> tuple[tuple[MicrobatchId, ...], Loss]:
+        """Microbatches of an evaluation or a selection whose loss this chunk has, ascending, and their sum."""
+        scoring = self._selection if phase.outlasts_steps else self._evaluation
+        return scoring.scores(stage)
 
     def expected_evaluations(self, stage: StageIndex, num_evaluation: int, num_paths: int) -> int:
         """Number of `num_evaluation` microbatches that visit this chunk: number e takes path e modulo `num_paths`."""
@@ -418,16 +415,6 @@ def evaluation_origins(assign: Assign, asked: Evaluate) -> tuple[Origin, ...]:
         Origin(microbatch=MicrobatchId(e), path=origin.path)
         for origin in assign.evaluation_origins
         for e in range(origin.microbatch, asked.num_microbatches, assign.num_evaluation_paths)
-    )
-
-
-def _total(losses: Iterable[Loss]) -> Loss:
-    listed = list(losses)
-    return Loss(
-        loss_sum=exact_sum(loss.loss_sum for loss in listed),
-        num_tokens=sum(loss.num_tokens for loss in listed),
-        digest=listed[0].digest if listed else "",
-        rows=added_scores(loss.rows for loss in listed),
     )
 
 

@@ -27,7 +27,7 @@ from skein.protocol.messages.directives import (
     TakeSketch,
 )
 from skein.protocol.messages.progress import ChunkProgress
-from skein.protocol.messages.reports import Balance, EvaluationDone, StageDone
+from skein.protocol.messages.reports import Balance, StageDone
 from skein.protocol.messages.tensors import Envelope, HopTensor, Phase, ShardTensor, TensorHeader
 from skein.protocol.worker.exchanges import Exchanges
 from skein.protocol.worker.ops import (
@@ -44,10 +44,11 @@ from skein.protocol.worker.ops import (
     SketchOp,
     hop_key,
 )
-from skein.protocol.worker.pipeline import NOTHING, Carried, Pipeline, evaluation_origins
+from skein.protocol.worker.pipeline import NOTHING, Carried, Pipeline
 from skein.protocol.worker.reduction import Exchange, Moves, handed_out
+from skein.protocol.worker.scoring.scores import Scores
 from skein.protocol.worker.standing import Standing
-from skein.protocol.worker.worker_io import DropTensor, PickCandidates
+from skein.protocol.worker.worker_io import DropTensor
 from skein.types import MicrobatchId, StageIndex, StageSpec, Step
 
 StepDirective = Start | Evaluate | Prepare | TakeSketch | Commit | Save
@@ -71,8 +72,8 @@ class Steps:
         self._told: list[StepRecord] = []
         """Decisions that were heard under the plan that was built last, and not applied before it ended."""
         self._to_begin: Start | Evaluate | None = None
-        self._evaluating: Evaluate | None = None
-        self._reported: set[tuple[Phase, StageIndex]] = set()
+        self._scores = Scores(standing)
+        self._reported: set[StageIndex] = set()
         self._queue: deque[Op] = deque()
         self._fenced: Pipeline | None = None
         """Pipeline that an older generation computed with, until all that it did is booked."""
@@ -94,6 +95,7 @@ class Steps:
         self._commit = None
         self._ahead.clear()
         self._to_begin = None
+        self._scores.stop()
         self._queue.clear()
 
     def forget(self) -> None:
@@ -196,6 +198,9 @@ class Steps:
     def take(self, directive: StepDirective) -> None:
         """A directive of this generation."""
         match directive:
+            case Evaluate() if directive.phase.outlasts_steps:
+                self._scores.want(directive)
+                self._begin_when_due()
             case Start() | Evaluate():
                 self._to_begin = directive
                 self._begin_when_due()
@@ -212,9 +217,12 @@ class Steps:
 
     def _begin_when_due(self) -> None:
         """Begin what was asked for as soon as the parameters are at its version."""
-        asked = self._to_begin
-        if asked is None or self.pipeline is None or self._assign is None:
+        if self.pipeline is None or self._assign is None:
             return
+        if self._scores.is_to_look(self.version):
+            self._given_up = ()
+            self._scores.look(self.pipeline, self._assign)
+        asked = self._to_begin
         if isinstance(asked, Start) and asked.step == self.version:
             self._to_begin = None
             self._given_up = ()
@@ -222,9 +230,11 @@ class Steps:
         elif isinstance(asked, Evaluate) and asked.version == self.version:
             self._to_begin = None
             self._given_up = ()
-            self._evaluating = asked
-            self.pipeline.begin(asked.phase, evaluation_origins(self._assign, asked))
-            self._report_evaluated()
+            self._scores.begin(asked, self.pipeline, self._assign)
+
+    def selected(self) -> None:
+        """Rows are chosen: no selection goes on any longer."""
+        self._scores.selected(self.pipeline)
 
     def _begin_training(self, pipeline: Pipeline, assign: Assign) -> None:
         resumption, self._resumption = self._resumption, None
@@ -234,7 +244,7 @@ class Steps:
             pipeline.begin(Phase.TRAIN, resumption.origins)
             self._deliver(resumption.repeats)
         # Who goes on with an older step may have told of its end when nobody waited for that.
-        self._reported = {about for about in self._reported if not about[0].trains}
+        self._reported.clear()
         # A chunk that no path visits is complete as it is.
         for chunk in assign.chunks:
             self._report_done(chunk.stage.index)
@@ -297,7 +307,8 @@ class Steps:
         standing, step = self._standing, envelope.header.step
         place = (envelope.epoch, envelope.generation)
         is_now = place == standing.place
-        is_on_its_way = step != self.version and self._exchanges.is_on_its_way(envelope.header)
+        is_beside = envelope.header.outlasts_steps and step < self.version
+        is_on_its_way = is_beside or (step != self.version and self._exchanges.is_on_its_way(envelope.header))
         is_early = self.pipeline is None or (step > self.version and not is_on_its_way)
         if place > standing.place or (is_now and is_early):
             self._parked.append(envelope)
@@ -367,7 +378,7 @@ class Steps:
             self._keep_on(self.pipeline)
         else:
             self.pipeline.advance(self.version)
-            self._evaluating = None
+            self._scores.committed()
         for prepare in due:
             self._prepare(prepare)
         if commit.goes_on and not keeps_step and self._assign is not None:
@@ -390,7 +401,7 @@ class Steps:
     def computed(self, op: ComputeOp, outcome: OpOutcome) -> None:
         """A compute op has ended: pass on what it made, and report what it completed."""
         pipeline = self.pipeline or self._fenced
-        if pipeline is None or op.step != self.version:
+        if pipeline is None or not self._is_wanted(op, pipeline):
             return
         loss = outcome if isinstance(outcome, Loss) else None
         told = outcome if loss is None else loss.balance
@@ -403,7 +414,11 @@ class Steps:
         if op.accumulates:
             self._report_done(op.chunk.stage)
         elif op.kind.row.scores and not op.phase.trains:
-            self._report_evaluated()
+            assert self._assign is not None
+            self._scores.report(op.phase, self.pipeline, self._assign)
+
+    def _is_wanted(self, op: ComputeOp, pipeline: Pipeline) -> bool:
+        return pipeline.is_selecting(op.step) if op.phase.outlasts_steps else op.step == self.version
 
     def log_shortened(self, keys: Iterable[HopKey]) -> None:
         """The boundary log has forgotten these."""
@@ -441,10 +456,9 @@ class Steps:
 
     def _report_done(self, stage: StageIndex) -> None:
         assert self.pipeline is not None
-        reported = (Phase.TRAIN, stage)
-        if reported in self._reported or not self.pipeline.is_done(stage):
+        if stage in self._reported or not self.pipeline.is_done(stage):
             return
-        self._reported.add(reported)
+        self._reported.add(stage)
         self._standing.tell(
             StageDone(
                 generation=self._standing.generation,
@@ -456,36 +470,3 @@ class Steps:
                 array=self.pipeline.array(stage),
             )
         )
-
-    def _report_evaluated(self) -> None:
-        """Report each head here whose evaluation microbatches all have their loss; of a selection, pick of its rows."""
-        asked = self._evaluating
-        if self.pipeline is None or self._assign is None or asked is None:
-            return
-        for stage in (spec.index for spec in self.chunks):
-            microbatches, loss = self.pipeline.evaluation_loss(stage)
-            expected = self.pipeline.expected_evaluations(
-                stage, asked.num_microbatches, self._assign.num_evaluation_paths
-            )
-            reported = (asked.phase, stage)
-            if not microbatches or len(microbatches) < expected or reported in self._reported:
-                continue
-            self._reported.add(reported)
-            generation = self._standing.generation
-            if asked.phase.selects:
-                self._standing.commands.append(
-                    PickCandidates(generation=generation, version=self.version, num_rows=asked.num_rows)
-                )
-                continue
-            self._standing.tell(
-                EvaluationDone(
-                    generation=generation,
-                    version=self.version,
-                    microbatches=microbatches,
-                    loss_sum=loss.loss_sum,
-                    num_tokens=loss.num_tokens,
-                    phase=asked.phase,
-                    digest=loss.digest,
-                    rows=loss.rows,
-                )
-            )

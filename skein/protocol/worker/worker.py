@@ -247,6 +247,7 @@ class Worker:
                 self._new_generation(directive)
             case directives.UseChoice():
                 if (directive.epoch, directive.generation) == self._standing.place:
+                    self._steps.selected()
                     self._standing.commands.append(io.TakeChoice(choice=directive.choice))
             case directives.Assign():
                 if (directive.epoch, directive.generation) == self._standing.place:

@@ -266,8 +266,15 @@ class PickCandidates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepParameters:
+    """Compute a selection by parameters at `version`, whatever steps are applied, until a choice is taken."""
+
+    version: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TakeChoice:
-    """Draw samples by this choice from now on."""
+    """Draw samples by this choice from now on; selections are over."""
 
     choice: ToldChoice
 
@@ -376,6 +383,7 @@ WorkerCommand = (
     | RunOp
     | Complete
     | PickCandidates
+    | KeepParameters
     | TakeChoice
     | SendTensor
     | DropTensor

@@ -41,7 +41,7 @@ from skein.protocol.worker.ops import (
     TensorKey,
     hop_key,
 )
-from skein.sim.compute.rows import AskedModel
+from skein.sim.compute.rows import AskedModel, SimRows
 from skein.sim.judging.contributions import (
     Contributions,
     Judge,
@@ -188,8 +188,7 @@ class SimExecutor:
         self._is_resumed = False
         self.choices: tuple[ToldChoice, ...] = ()
         """By which samples are drawn; none: as the job says."""
-        self.looked_at: set[MicrobatchId] = set()
-        """Microbatches of training rows whose features are here."""
+        self.rows = SimRows()
         self._kept: set[tuple[Kept, MicrobatchId, StageIndex]] = set()
 
     def build(
@@ -206,7 +205,7 @@ class SimExecutor:
         self._given_up |= {chunk.stage: chunk for chunk in self.chunks.values()}
         self.times = times
         self.choices = assign.choices
-        self.looked_at.clear()
+        self.rows.end()
         self._visits = visits
         self._members = {group.group: group.members for group in assign.groups}
         before = self.chunks
@@ -290,6 +289,8 @@ class SimExecutor:
         missing = [key for key in operand_keys(op) if key not in here and key not in forgotten]
         if missing:
             raise Violated(f"{self.worker} begins {op} without {missing}")
+        if isinstance(op, ComputeOp) and op.phase.outlasts_steps:
+            self.rows.begins(op, self.chunks[op.chunk.stage].version)
 
     def _boundary_bytes(self, op: ComputeOp) -> int:
         times = self.times[op.chunk.stage]
@@ -355,7 +356,7 @@ class SimExecutor:
         if row.leaves and op.phase.keeps_graph:
             self._kept.add((row.leaves, *place))
         if row.scores and op.phase.selects:
-            self.looked_at.add(op.microbatch)
+            self.rows.looked_at.add(op.microbatch)
         if op.accumulates:
             accumulated = self.chunks[op.chunk.stage].accumulated
             contribution = (op.step, op.microbatch, op.chunk.stage)

@@ -10,6 +10,8 @@ from skein.config.job import JobSpec
 from skein.numeric.coreset.distributed import Candidates
 from skein.numeric.coreset.features import last_layer
 from skein.numeric.coreset.portions import Picking, pick_candidates
+from skein.protocol.worker.ops import ComputeOp
+from skein.sim.judging.invariants import Violated
 from skein.types import MicrobatchId, Step
 
 NUM_ROWS = 120
@@ -25,6 +27,38 @@ class AskedModel:
 
     seed: int
     step: Step
+
+
+class SimRows:
+    """Rows as a simulated worker has them: features of a selection that goes on.
+
+    Attributes:
+        looked_at: microbatches of training rows whose features are here.
+        kept_version: version of which a selection is computed, whatever steps are applied; None: there is none.
+    """
+
+    def __init__(self) -> None:
+        self.looked_at: set[MicrobatchId] = set()
+        self.kept_version: Step | None = None
+
+    def end(self) -> None:
+        """No selection goes on: rows are chosen, or another generation has begun."""
+        self.kept_version = None
+        self.looked_at.clear()
+
+    def give_away(self) -> frozenset[MicrobatchId]:
+        """Microbatches whose features are here, no longer after this."""
+        found, self.looked_at = frozenset(self.looked_at), set()
+        return found
+
+    def begins(self, op: ComputeOp, version: Step) -> None:
+        """A chunk at `version` computes an op of a selection.
+
+        Raises:
+            Violated: parameters of the selection's version are not here.
+        """
+        if op.step not in (version, self.kept_version):
+            raise Violated(f"a chunk at version {version} begins {op}, with {self.kept_version} kept")
 
 
 def picked_of(

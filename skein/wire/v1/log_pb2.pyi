@@ -569,6 +569,7 @@ class CoresetChosen(_message.Message):
     OVERHEAD_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_BESIDE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     version: _builtins.int
     ids: _builtins.bytes
@@ -591,6 +592,8 @@ class CoresetChosen(_message.Message):
     overhead: _builtins.float
     """Seconds over those of the training since the choice before."""
     wall_s: _builtins.float
+    num_steps_beside: _builtins.int
+    """Made meanwhile: rows were compared by parameters so many versions older."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.DrawingRow]:
         """Of an array: those that draw by it."""
@@ -613,10 +616,11 @@ class CoresetChosen(_message.Message):
         overhead: _builtins.float | None = ...,
         wall_s: _builtins.float = ...,
         rows: _abc.Iterable[_ids_pb2.DrawingRow] | None = ...,
+        num_steps_beside: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_farness", b"_farness", "_overhead", b"_overhead", "farness", b"farness", "overhead", b"overhead"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_farness", b"_farness", "_overhead", b"_overhead", "digest", b"digest", "farness", b"farness", "ids", b"ids", "job", b"job", "num_by_chance", b"num_by_chance", "num_faults", b"num_faults", "num_rows", b"num_rows", "num_set_aside", b"num_set_aside", "overhead", b"overhead", "passes", b"passes", "rows", b"rows", "seconds", b"seconds", "sizes", b"sizes", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_farness", b"_farness", "_overhead", b"_overhead", "digest", b"digest", "farness", b"farness", "ids", b"ids", "job", b"job", "num_by_chance", b"num_by_chance", "num_faults", b"num_faults", "num_rows", b"num_rows", "num_set_aside", b"num_set_aside", "num_steps_beside", b"num_steps_beside", "overhead", b"overhead", "passes", b"passes", "rows", b"rows", "seconds", b"seconds", "sizes", b"sizes", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__farness: _TypeAlias = _typing.Literal["farness"]  # noqa: Y015
     _WhichOneofArgType__farness: _TypeAlias = _typing.Literal["_farness", b"_farness"]  # noqa: Y015

@@ -61,6 +61,11 @@ class Left:
         _ = self.pending_bytes.pop(place)
         self.gauges.put_aside(sum(self.pending_bytes.values()))
 
+    def outlasting(self) -> Self:
+        """Part of it that is still wanted once the step is committed."""
+        labels = {key: value for key, value in self.labels.items() if key[0].outlasts_steps}
+        return type(self)(gauges=self.gauges, labels=labels)
+
     def staying(self, resumed: Iterable[ResumedChunk]) -> Self:
         """Part of it that a step which goes on is told to keep; nothing where none does."""
         chunks = tuple(resumed)

@@ -6,6 +6,7 @@ Rules of this file
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -48,8 +49,10 @@ from worker.compute.payload import (
     unpack,
 )
 from worker.compute.visits.left import Left, Passage
+from worker.mesh.stage import MeshStage
 from worker.model.base import Crossing, Labels
 from worker.model.sparse.junction import RoutedMicrobatch
+from worker.model.stage import Stage
 from worker.selection.scoring import loss_at_end
 from worker.selection.traits import Traits
 
@@ -114,11 +117,10 @@ class Visiting:
     def _forward(self, op: ForwardOp, operands: Mapping[TensorKey, Payload]) -> Visited:
         given = self._input(op, operands)
         x, labels, num_valid = given.crossing, given.labels, given.num_valid
-        module = self._chunk(op.chunk).functions
-        if labels is None and module.takes_labels:
+        if labels is None and self._chunk(op.chunk).module.takes_labels:
             labels = self._samples(op)[1]
         classes = None if labels is None else labels.labels
-        with module.junction.visited(num_valid, given.repeated) as visit:
+        with self._functions(op) as module, module.junction.visited(num_valid, given.repeated) as visit:
             if op.phase.keeps_graph:
                 y = module.onward(x.followed(is_sample=op.operand is None), classes)
             else:
@@ -164,11 +166,11 @@ class Visiting:
         if labels is None:
             # The path began here, and its loss has been computed once already.
             labels = self._samples(op)[1]
-        module = self._chunk(op.chunk).functions
         if not op.phase.trains:
-            return Visited(
-                outcome=loss_at_end(op, self._chunk(op.chunk), x, labels, self._holding.job, self._traits)
-            )
+            with self._functions(op):
+                scored = loss_at_end(op, self._chunk(op.chunk), x, labels, self._holding.job, self._traits)
+            return Visited(outcome=scored)
+        module = self._chunk(op.chunk).functions
         with module.junction.visited(given.num_valid, given.repeated) as visit:
             followed = x.followed(is_sample=op.operand is None)
             total, num_valid = module.score(followed, labels.labels, labels.weights)
@@ -262,6 +264,11 @@ class Visiting:
         return {
             hop_key(x): ready(tensors, (x.path.hops[x.hop].worker,), self._holding.worker) for x in op.outputs
         }
+
+    def _functions(self, op: VisitOp) -> AbstractContextManager[Stage | MeshStage]:
+        """Computes what goes through the chunk: as it is, or in what outlasts steps as it was when that began."""
+        chunk = self._chunk(op.chunk)
+        return chunk.as_of(op.step) if op.phase.outlasts_steps else nullcontext(chunk.functions)
 
     def _chunk(self, ref: ChunkRef) -> Chunk:
         return self._holding.chunks[ref.stage]

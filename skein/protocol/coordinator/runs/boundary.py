@@ -107,6 +107,8 @@ class Boundary:
         elif change is not None:
             # Between steps whatever was chosen can be put in place; without that, what is here can go on.
             self._fence.change(change, may_go_on=parts.improving.wish == change, now=now)
+        elif parts.selecting.is_due() and parts.selecting.settle(now=now):
+            self.go_on(now=now)
         elif parts.selecting.is_due():
             self._course.evaluate(Phase.SELECT)
             parts.selecting.begin(self._plan(), now=now)
@@ -114,8 +116,10 @@ class Boundary:
             self._start_step(now=now)
 
     def chose(self, made: RowsChosen, *, now: float) -> None:
-        """Rows were chosen: record them, and draw samples of them."""
-        if self._course.is_selecting and self._parts.selecting.chose(made, now=now):
+        """Rows were chosen: record them, and draw samples of them; beside steps, once they are due."""
+        if not self._course.is_selecting:
+            self._parts.selecting.keep(made, now=now)
+        elif self._parts.selecting.chose(made, now=now):
             self.go_on(now=now)
 
     def evaluated(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> None:
@@ -212,6 +216,7 @@ class Boundary:
         parts.members.send_placed(commit)
         self._save_if_due(now=now)
         if goes_on:
+            parts.selecting.look_ahead(self._plan(), now=now)
             self._begin_step(now=now)
         else:
             self.go_on(now=now)

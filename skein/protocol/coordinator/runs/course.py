@@ -60,7 +60,9 @@ class RunCourse:
         """Whether something should move by now and then."""
         is_building = self.is_in(phases.BuildPhase) and not self._parts.storage.is_looking
         is_saving = self.is_in(phases.SavePhase) and not self._parts.savings.is_resting
-        is_computing = self.phase.is_computing and not self._parts.selecting.is_choosing
+        is_computing = self.phase.is_computing and not (
+            self.is_selecting and self._parts.selecting.is_choosing
+        )
         return is_computing or is_building or is_saving
 
     @property

@@ -162,9 +162,15 @@ class Desk(Generic[P]):
 
     def _drop_steps(self, step: Step) -> None:
         """Drop what belongs to `step`, which is committed, or to one before: it is of no use."""
-        for generation, key in [place for place in self._payloads if place[1].step <= step]:
+        over = [x for x in self._payloads if x[1].step <= step and not x[1].outlasts_steps]
+        for generation, key in over:
             self.drop(generation, key)
         self._log.drop_steps(step)
+
+    def selected(self) -> None:
+        """Rows are chosen: what is still here of any selection is of no use."""
+        for generation, key in [place for place in self._payloads if place[1].outlasts_steps]:
+            self.drop(generation, key)
 
     def adopt(self, generation: Generation) -> None:
         """Forget what belongs to older generations; what came early for a later one stays."""

@@ -7,22 +7,27 @@ Rules of this file
 - The second stage runs beside: until its answer comes nothing is awaited of workers.
 - In an array models of rows are asked, with one choice for each: its one worker picks for all at once, they are chosen
   one after the other, and recorded together. Who has not picked for all of them has not picked.
+- Where a plan leaves its workers idle long enough, the next choice is made beside the last steps before it is due, by
+  parameters of the first of them. Training stands still only for what is wanting then; a generation that is opened
+  meanwhile has it made before the step, as where there is no room.
 """
 
 from collections import Counter
 from dataclasses import replace
-from math import inf, isnan
+from math import ceil, inf, isnan
 
 from skein.errors import RemoteError
 from skein.numeric.coreset.distributed import Candidates
 from skein.numeric.coreset.portions import MOST_ODD, Chosen, Picking, Portion
+from skein.plan.clock.idle import steps_beside
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import ChooseRows, RowsChosen
-from skein.protocol.coordinator.runs.part import RunPart
+from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.choosing import (
     asked_now,
     choice_before,
+    choice_due_at,
     drawn_by,
     is_choice_due,
     overhead,
@@ -58,8 +63,21 @@ class Selecting(RunPart):
     def __init__(self, members: Members) -> None:
         super().__init__(members)
         self._version: Step | None = None
-        """At which rows are being chosen; None: they are not."""
-        self._began_s = self._sent_s = self._half_s = 0.0
+        """Version of the parameters by which rows are being chosen; None: they are not."""
+        self._due: Step | None = None
+        """Version from which samples are to be drawn by that."""
+        self._made: RowsChosen | None = None
+        """A choice that is not due yet."""
+        self._passed_by: Step | None = None
+        """Version whose choice is not made beside steps: that was tried, or there is no room."""
+        self._room: tuple[Plan, int | None] | None = None
+        self._told: Plan | None = None
+        """Plan of which it was told that it has no room."""
+        self._began_s: float | None = None
+        """Time at which training stood still for it; None: it goes on."""
+        self._looked_s = self._sent_s = self._half_s = 0.0
+        self._took_s = 0.0
+        """Seconds of the last choice, from when rows began to be looked at."""
         self._num_tries = 0
         self._portions: dict[WorkerId, Portion] = {}
         self._rows: tuple[int, ...] = ()
@@ -80,32 +98,100 @@ class Selecting(RunPart):
         """Whether the second stage runs, for which no worker does anything."""
         return self._asked is not None
 
-    def begin(self, plan: Plan, *, now: float) -> None:
-        """Have all rows looked at, and picked of; or go on with what was picked before a generation was opened."""
-        if self._version != self._job.version:
-            self._forget()
-            self._version, self._began_s = self._job.version, now
-            self._rows = asked_now(self._job)
-        if self._portions:
-            self._ask()
+    def look_ahead(self, plan: Plan, *, now: float) -> None:
+        """Begin to choose beside steps if it is time for that: the plan has room for it from here on, and just so."""
+        due_at, version = choice_due_at(self._job), self._job.version
+        if due_at is None or not version < due_at < self._job.total_steps:
             return
+        if due_at in (self._due, self._passed_by) or not self._may_go_on_beside:
+            return
+        since = self._job.chosen[-1].version if self._job.chosen else 0
+        most, wanted = (due_at - since) // 2, self._steps_beside(plan)
+        if wanted is None or wanted > most:
+            self._pass_by(due_at, plan)
+        elif 2 * (due_at - version) < wanted:
+            self._passed_by = due_at  # of a generation that began too late for it
+        elif due_at - version <= min(most, max(wanted, self._steps_before())):
+            self._forget()
+            self._due, self._rows = due_at, (0,)
+            self._look(plan, now=now)
+
+    @property
+    def _may_go_on_beside(self) -> bool:
+        """Whether the job may choose beside steps: rounds of an array leave nobody idle."""
+        return self._job.spec.data.coreset.beside and not self._job.spec.rows
+
+    def _pass_by(self, due_at: Step, plan: Plan) -> None:
+        self._passed_by = due_at
+        if self._told is not plan:
+            self._told = plan
+            self._log(
+                f"step={self._job.version} coreset: the plan leaves workers idle for too little of the steps "
+                f"between two choices: rows are chosen before step {due_at}, not beside others"
+            )
+
+    def _steps_beside(self, plan: Plan) -> int | None:
+        if self._room is None or self._room[0] is not plan:
+            self._room = plan, steps_beside(plan, self._num_blocks)
+        return self._room[1]
+
+    def _steps_before(self) -> int:
+        """Steps that go by while a choice is made, candidates picked and all, if it takes as long as the last."""
+        step_s = self._job.clock.step_s
+        return ceil(self._took_s / step_s) if step_s else 0
+
+    def settle(self, *, now: float) -> bool:
+        """Record a choice that was made beside steps, now that it is due; says whether there was one."""
+        made, self._made = self._made, None
+        if made is None or self._due != self._job.version:
+            return False
+        self.chose(made, now=now)
+        return True
+
+    def keep(self, made: RowsChosen, *, now: float) -> None:
+        """A choice is made, and not due yet."""
+        self._made, self._asked = made, None
+        self._took_s = max(0.0, now - self._looked_s)
+
+    def begin(self, plan: Plan, *, now: float) -> None:
+        """Have all rows looked at, and picked of; or go on with what was picked before a step or a generation."""
+        if self._due != self._job.version:
+            self._forget()
+            self._due, self._rows = self._job.version, asked_now(self._job)
+        if self._began_s is None:
+            # Nobody hurries beside steps: whoever is late is so from now on.
+            self._began_s = self._sent_s = now
+            self._half_s = now if self._half_s else 0.0
+        if not self._portions:
+            self._look(plan, now=now)
+        elif self._asked is None and not self._wanting():
+            self._ask()
+
+    def _look(self, plan: Plan, *, now: float) -> None:
+        self._version = self._job.version
         self._num_tries += 1
         self._gone.clear()
         self._portions = self._portions_of(plan)
-        self._sent_s, self._half_s = now, 0.0
+        self._looked_s = self._sent_s = now
+        self._half_s = 0.0
         if self._num_tries > MOST_TRIES:
             self._ask()
             return
-        num_rows, size = self._num_rows, self._job.spec.batch.microbatch_samples
-        blocks = -(-num_rows // size)
         self._members.send_placed(
-            Evaluate(version=self._version, num_microbatches=blocks, phase=Phase.SELECT, num_rows=num_rows)
+            Evaluate(
+                version=self._version,
+                num_microbatches=self._num_blocks,
+                phase=Phase.SELECT,
+                num_rows=self._num_rows,
+            )
         )
 
     def picked(self, worker: WorkerId, report: CandidatesPicked, *, now: float) -> None:
         """Take a part of what a worker has picked; once nothing is wanting, choose among all."""
         place = (worker, report.row)
-        if worker not in self._portions or report.version != self._version or self._asked is not None:
+        if worker not in self._portions or report.version != self._version:
+            return
+        if self._asked is not None or self._made is not None:
             return
         if report.row not in self._rows or place in self._proposed:
             return  # What more it tells of is for nothing.
@@ -154,7 +240,9 @@ class Selecting(RunPart):
         if len(self._chosen) < len(self._rows):
             self._ask_next()
             return False
-        seconds = max(0.0, now - self._began_s)
+        seconds = 0.0 if self._began_s is None else max(0.0, now - self._began_s)
+        if self._began_s is not None:
+            self._took_s = max(0.0, now - self._looked_s)
         records = [self._recorded(row, x, seconds=seconds, now=now) for row, x in self._chosen.items()]
         for record, chosen in zip(records, self._chosen.values(), strict=True):
             self._tell(record, chosen)
@@ -187,6 +275,7 @@ class Selecting(RunPart):
             overhead=share,
             wall_s=now,
             rows=drawn_by(job, row, passes=passes, num_picks=fresh.num_picks),
+            num_steps_beside=version - (version if self._version is None else self._version),
         )
         last = choice_before(job, row)
         if choice.num_set_aside <= MOST_ODD * self._num_rows or last is None:
@@ -204,11 +293,13 @@ class Selecting(RunPart):
 
     def _tell(self, record: CoresetChosen, chosen: Chosen) -> None:
         weights, num_odd = record.told.read().weights, chosen.choice.num_set_aside
+        num_steps = record.num_steps_beside
+        took = f"{record.seconds:.1f} s" + (f", beside {num_steps} steps" if num_steps else "")
         whose = f"trial {', '.join(self._trial(x.row) for x in record.rows)}: " if record.rows else ""
         at = f"step={record.version} coreset: {whose}"
         self._log(
             f"{at}{len(weights)} of {record.num_rows} rows, weights "
-            f"{weights.min():.3g} to {weights.max():.3g}, choice {record.digest[:12]}, in {record.seconds:.1f} s"
+            f"{weights.min():.3g} to {weights.max():.3g}, choice {record.digest[:12]}, in {took}"
         )
         if num_odd:
             stays = "; the choice before stays" if record.digest != chosen.choice.digest else ""
@@ -234,6 +325,9 @@ class Selecting(RunPart):
     def fenced(self, *, now: float) -> None:
         """Keep what was picked if only those who are gone are wanting; otherwise begin anew."""
         self._asked = None
+        if self._due is not None and self._job.version < self._due:
+            self._give_up_beside()
+            return
         wanting = self._wanting()
         if len(wanting) < len(self._portions) and set(wanting) <= self._gone:
             self._leave_out("it was lost")
@@ -241,11 +335,28 @@ class Selecting(RunPart):
         else:
             self._drop()
 
+    def _give_up_beside(self) -> None:
+        """A choice that is complete stays; any other is made before the step."""
+        if self._made is None:
+            self._passed_by = self._due
+            self._forget()
+
+    def adopted(self, adoption: Adoption, *, now: float) -> None:
+        """Forget a choice by parameters that do not count any more."""
+        if adoption.gives_up:
+            self._passed_by = None
+            self._forget()
+
     def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
-        """A step is: nothing is being chosen."""
-        self._forget()
+        """A step is: nothing is being chosen that was due before it."""
+        if self._due is not None and self._job.version > self._due:
+            self._forget()
 
     # --- inside ---
+
+    @property
+    def _num_blocks(self) -> int:
+        return -(-self._num_rows // self._job.spec.batch.microbatch_samples)
 
     @property
     def _num_rows(self) -> int:
@@ -289,7 +400,7 @@ class Selecting(RunPart):
     def _ask_next(self) -> None:
         assert self._version is not None
         row = self._rows[len(self._chosen)]
-        step = step_of_row(self._job, row)
+        step = step_of_row(self._job, row) if self._job.spec.rows else self._version
         self._asked = self._out.next_request()
         self._out.do(
             ChooseRows(
@@ -302,7 +413,7 @@ class Selecting(RunPart):
         )
 
     def _forget(self) -> None:
-        self._version = self._asked = None
+        self._version = self._due = self._asked = self._made = self._began_s = None
         self._num_tries = 0
         self._drop()
 

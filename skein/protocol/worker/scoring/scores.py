@@ -1,0 +1,100 @@
+"""Forwards that a worker was asked for and nothing is learned from: when they begin, and what is told of their end.
+
+A selection begins at its version, and goes on beside steps until rows are chosen.
+"""
+
+from skein.protocol.messages.directives import Assign, Evaluate
+from skein.protocol.messages.reports import EvaluationDone
+from skein.protocol.messages.tensors import Phase
+from skein.protocol.worker.pipeline import Pipeline, evaluation_origins
+from skein.protocol.worker.standing import Standing
+from skein.protocol.worker.worker_io import KeepParameters, PickCandidates
+from skein.types import StageIndex, Step
+
+
+class Scores:
+    """The evaluation and the selection that go on; commands go to `standing`."""
+
+    def __init__(self, standing: Standing) -> None:
+        self._standing = standing
+        self._to_look: Evaluate | None = None
+        """A selection that is to begin at a version which is not here yet."""
+        self._going_on: dict[bool, Evaluate] = {}
+        """By whether it outlasts steps."""
+        self._reported: set[tuple[Phase, StageIndex]] = set()
+
+    def stop(self) -> None:
+        """Forget what the older generation asked for."""
+        self._to_look = None
+        self._going_on.clear()
+        self._reported.clear()
+
+    def want(self, selection: Evaluate) -> None:
+        """Begin a selection once its version is here."""
+        self._to_look = selection
+
+    def is_to_look(self, version: Step) -> bool:
+        """Whether a selection is to begin now."""
+        return self._to_look is not None and self._to_look.version == version
+
+    def look(self, pipeline: Pipeline, assign: Assign) -> None:
+        """Begin the selection that is wanted."""
+        asked, self._to_look = self._to_look, None
+        assert asked is not None
+        self._standing.commands.append(KeepParameters(version=asked.version))
+        self.begin(asked, pipeline, assign)
+
+    def begin(self, asked: Evaluate, pipeline: Pipeline, assign: Assign) -> None:
+        """Begin what was asked for."""
+        self._reported = {about for about in self._reported if about[0] is not asked.phase}
+        self._going_on[asked.phase.outlasts_steps] = asked
+        pipeline.begin(asked.phase, evaluation_origins(assign, asked))
+        self.report(asked.phase, pipeline, assign)
+
+    def committed(self) -> None:
+        """A step is applied: evaluations of the version before are over."""
+        self._going_on.pop(False, None)
+        self._reported = {about for about in self._reported if about[0].outlasts_steps}
+
+    def selected(self, pipeline: Pipeline | None) -> None:
+        """Rows are chosen: no selection goes on any longer."""
+        self._to_look = None
+        self._going_on.pop(True, None)
+        if pipeline is not None:
+            pipeline.selected()
+
+    def report(self, phase: Phase, pipeline: Pipeline, assign: Assign) -> None:
+        """Report each head here whose microbatches all have their loss; of a selection, pick of its rows."""
+        asked = self._going_on.get(phase.outlasts_steps)
+        if asked is None:
+            return
+        for stage in (chunk.stage.index for chunk in assign.chunks):
+            num_scored = len(pipeline.evaluation_loss(stage, asked.phase)[0])
+            expected = pipeline.expected_evaluations(
+                stage, asked.num_microbatches, assign.num_evaluation_paths
+            )
+            reported = (asked.phase, stage)
+            if num_scored and num_scored >= expected and reported not in self._reported:
+                self._reported.add(reported)
+                self._tell(asked, stage, pipeline)
+
+    def _tell(self, asked: Evaluate, stage: StageIndex, pipeline: Pipeline) -> None:
+        generation = self._standing.generation
+        if asked.phase.selects:
+            self._standing.commands.append(
+                PickCandidates(generation=generation, version=asked.version, num_rows=asked.num_rows)
+            )
+            return
+        microbatches, loss = pipeline.evaluation_loss(stage, asked.phase)
+        self._standing.tell(
+            EvaluationDone(
+                generation=generation,
+                version=asked.version,
+                microbatches=microbatches,
+                loss_sum=loss.loss_sum,
+                num_tokens=loss.num_tokens,
+                phase=asked.phase,
+                digest=loss.digest,
+                rows=loss.rows,
+            )
+        )
