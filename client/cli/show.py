@@ -97,6 +97,10 @@ def job_row(status: JobStatus) -> tuple[str, ...]:
 JOB_COLUMNS = ("JOB", "NAME", "STATE", "STEP", "LOSS", "VALIDATION", "TOKENS/S", "ETA", "WORKERS")
 
 
+_OF_ARRAYS = ("holders", "plan", "rule", "data", "checkpoint")
+"""Fields that a sweep does not have: each of its arrays has its own."""
+
+
 def job_lines(status: JobStatus) -> list[str]:
     """A job in full."""
     spec = read_spec(status.spec)
@@ -138,6 +142,9 @@ def job_lines(status: JobStatus) -> list[str]:
         "checkpoint": checkpoint,
         **({"quotas": quotas_text(status)} if status.quotas else {}),
     }
+    if status.trials:
+        fields["trials"] = f"{len(status.trials)}: skein sweep {status.job}"
+        fields = {name: text for name, text in fields.items() if name not in _OF_ARRAYS}
     return [f"{name:<11}{text}" for name, text in fields.items()]
 
 

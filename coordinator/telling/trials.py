@@ -17,7 +17,7 @@ from skein.protocol.coordinator.sweeping.standing import TrialStand, best_trial
 from skein.protocol.coordinator.sweeping.totals import SweepTotals, totals_of
 from skein.protocol.coordinator.view import CoordinatorView
 from skein.protocol.log.history import JobHistory
-from skein.types import JobState
+from skein.types import JobId, JobState
 from skein.wire.views import JobStatus, TrialStatus
 
 _MOST_CHARACTERS = 1 << 20
@@ -53,10 +53,29 @@ def brief_sweep_status(
         evaluation_loss=totals.evaluation_loss,
         num_tokens=sum(array.num_tokens for array in arrays),
         tokens_per_s=fsum(journal.rates(run.job.job).tokens_per_s for run in view.arrays_of(status.job)),
+        step_s=_step_s(view, journal, status.job),
         num_workers=len(view.crew_of(status.job)),
         num_incidents=sum(len(array.incidents) for array in arrays),
         num_steps_lost=sum(x.num_steps_lost for array in arrays for x in array.incidents),
     )
+
+
+def _step_s(view: CoordinatorView, journal: Journal, sweep: JobId) -> float:
+    """Seconds in which all arrays of a sweep together make a step of one trial; 0: it is not known yet."""
+    pace = 0.0
+    for run in view.arrays_of(sweep):
+        round_s = journal.rates(run.job.job).step_s
+        if round_s > 0:
+            pace += _steps_of_round(run.job) / round_s
+    return 1 / pace if pace else 0.0
+
+
+def _steps_of_round(array: JobHistory) -> int:
+    """Steps that the trials of an array make between two commits, together."""
+    made = None if array.last_commit is None else array.last_commit.array
+    if made is None or not isinstance(array.spec, ArrayJob):
+        return 1
+    return made.num_alive * array.spec.round_steps
 
 
 def settings_json(settings: Settings, most: int) -> str:

@@ -6,6 +6,7 @@ import pytest
 from pydantic import JsonValue
 
 from coordinator.records.journal import Journal
+from coordinator.service.jobs import incidents_of
 from coordinator.telling.status import brief_status, job_status
 from skein.config.data.sources import TextSource
 from skein.config.sweep.spec import SweepSpec, ValuesSpec
@@ -20,6 +21,7 @@ from skein.types import JobId, JobState
 from skein.wire import codec
 from skein.wire.channel import MAX_MESSAGE_BYTES
 from tests.coordinator.test_times import nothing_kept
+from tests.support.incidents import incident
 from tests.support.jobs import small_job
 from tests.support.worlds import finish, fleet_of
 
@@ -69,6 +71,20 @@ def test_totals_of_a_sweep_at_rest_are_gone_over_once(monkeypatch: pytest.Monkey
     assert look() == 4
     history.apply(JobEnded(job=SWEEP, state=JobState.CANCELLED, reason="enough", wall_s=3.0))
     assert (look(), look()) == (5, 5)
+
+
+def test_incidents_of_a_sweep_are_those_of_its_arrays_in_order() -> None:
+    coordinator = with_space({"seed": ValuesSpec(values=(1, 2))})
+    alone = small_job(stages=1, replicas=1).canonical_json()
+    history = coordinator.history
+    for number in range(2):
+        job = JobId(f"{SWEEP}-a{number + 1}")
+        history.apply(JobSubmitted(job=job, key=job, spec=alone, wall_s=0.0, sweep=SWEEP, trials=(number,)))
+    over = [incident(f"{SWEEP}-a{1 + n % 2}", wall_s=float(n)) for n in range(4)]
+    for one in (over[1], over[0], over[2], over[3]):
+        history.apply(one)
+    assert list(incidents_of(history, SWEEP)) == over
+    assert list(incidents_of(history, JobId(f"{SWEEP}-a1"))) == [over[0], over[2]]
 
 
 def test_a_list_tells_of_a_sweep_what_its_status_does_but_for_its_trials() -> None:

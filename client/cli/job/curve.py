@@ -50,6 +50,9 @@ def curve(
     with connect_client() as client:
         found = client.job(job)
         points, status = Course(found.history()).points(), found.status()
+    if status.trials:
+        arrays = ", ".join(sorted({trial.array for trial in status.trials if trial.array})) or "none yet"
+        raise UserError("job", job, f"is a sweep, whose arrays have curves: give one of {arrays}")
     if csv_file == "-":
         write_csv(points, sys.stdout)
     elif csv_file is not None:

@@ -21,6 +21,7 @@ from skein.config.sweep.trials import trials_of
 from skein.errors import UserError
 from skein.model.parameters import num_parameters
 from skein.plan.sweeping.packing import brackets_of_sweep, sweep_arrays
+from skein.units import counted
 
 
 def outline(job: JobSpec) -> str:
@@ -51,7 +52,8 @@ def _arrays(job: JobSpec) -> str:
         "\nbracket: " + ", then ".join(f"{rung.num_trials} to step {rung.num_steps}" for rung in bracket)
         for bracket in brackets_of_sweep(job)
     ]
-    count_words = f"\n{len(trials_of(job))} trials in {len(lines)} arrays on one worker:"
+    num_trials, num_arrays = counted(len(trials_of(job)), "trial"), counted(len(lines), "array")
+    count_words = f"\n{num_trials} in {num_arrays} on one worker:"
     return "".join((*rungs, count_words, *lines))
 
 

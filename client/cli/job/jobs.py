@@ -13,6 +13,7 @@ from client.cli import DONE, FAILED, INTERRUPTED
 from client.cli.job.curve import watch
 from client.cli.job.files import outline
 from client.cli.job.follow import follow_events, view_for
+from client.cli.job.sweeping import follow_sweep, sweep_view_for
 from client.cli.options import connect_client, overrides_option, remote_command
 from client.cli.show import (
     COLLECTIVE_COLUMNS,
@@ -90,7 +91,11 @@ def submit(
             click.echo(f"warning: {warning}", err=True)
         if not is_json and spec.parallel.replicas > 1:
             click.echo(found.estimate.words, err=True)
-        return wait_for(job, total_steps=spec.total_steps, is_json=is_json) if is_waiting else DONE
+        if not is_waiting:
+            return DONE
+        if spec.sweep is not None and not is_json:
+            return wait_for_sweep(job)
+        return wait_for(job, total_steps=spec.total_steps, is_json=is_json)
 
 
 def _expected(client: Client, spec: JobSpec) -> Expected:
@@ -142,6 +147,22 @@ def wait_for(job: Job, *, total_steps: int, is_json: bool, told: Sequence[JobEve
     if end is not None and end.state is JobState.FAILED:
         raise JobFailed(f"job {job.id} failed: {end.reason}")
     return DONE if end is not None and end.state is JobState.FINISHED else FAILED
+
+
+def wait_for_sweep(job: Job) -> int:
+    """Shows the progress of a job's trials until it ends; the exit code. Ctrl-C leaves the job alone.
+
+    Raises:
+        JobFailed: with the reason.
+    """
+    try:
+        status = follow_sweep(job.status, sweep_view_for(Console(stderr=True)))
+    except KeyboardInterrupt:
+        click.echo(f"detached; the job goes on: skein sweep {job.id}", err=True)
+        return INTERRUPTED
+    if status.state is JobState.FAILED:
+        raise JobFailed(f"job {job.id} failed: {status.reason}")
+    return DONE if status.state is JobState.FINISHED else FAILED
 
 
 @remote_command

@@ -20,7 +20,8 @@ def sweep(job: str, *, is_json: bool) -> None:
     with connect_client() as client:
         found = client.job(job).status()
     if not found.trials:
-        raise UserError("job", job, "is no sweep: its file has none; see skein status")
+        hint = "is no sweep, nor named by one: its file has none; see skein status"
+        raise UserError("job", job, hint)
     print_listed(found.trials, COLUMNS, _row, nothing="", is_json=is_json)
 
 

@@ -7,9 +7,10 @@ import click
 
 from client.api import Job
 from client.cli import DONE, INTERRUPTED
-from client.cli.job.jobs import wait_for, wait_option
+from client.cli.job.jobs import wait_for, wait_for_sweep, wait_option
 from client.cli.options import connect_client, remote_command
 from client.cli.show import print_json
+from skein.config.job import read_spec
 from skein.types import JobState
 from skein.wire.views import JobStatus
 
@@ -70,6 +71,8 @@ def resume(job: str, *, steps: int | None, is_waiting: bool, is_json: bool) -> i
         code = _shown(found, is_json=is_json)
         if not is_waiting:
             return code
+        if read_spec(found.spec).sweep is not None and not is_json:
+            return wait_for_sweep(named)
         return wait_for(named, total_steps=found.total_steps, is_json=is_json, told=told)
 
 

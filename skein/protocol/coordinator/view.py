@@ -12,6 +12,7 @@ from skein.protocol.log.history import History, JobHistory
 from skein.protocol.membership.membership import Entry
 from skein.topology.fleet import Link
 from skein.types import JobId, JobState, WorkerId
+from skein.units import counted
 
 _LIVELIEST = (JobState.RUNNING, JobState.PLANNING, JobState.PAUSED)
 """States of arrays that a sweep is in if one of them is, the first of them that is."""
@@ -99,7 +100,7 @@ class CoordinatorView:
             why = "".join(f"; {run.job.job}: {run.reason}" for run in islice(halted, 1))
             return f"to be {sweep.halt.state.value} when its arrays are saved ({sweep.halt.reason}){why}; {words}"
         if self.crew_of(sweep.job):
-            return f"{words}; {len(arrays)} arrays at work"
+            return f"{words}; {counted(len(arrays), 'array')} at work"
         if not sweep.arrays:
             return f"{words}; waiting for workers"
         return f"{words}; {self.reason_of(waiting[0])}" if waiting else words

@@ -1,11 +1,16 @@
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+
 from client.cli import run
+from client.cli.job.sweeping import SweepLines, follow_sweep
 from skein.protocol.messages.array_rounds import PassKind
 from skein.types import JobId, JobState, WorkerId
-from skein.wire.views import TrialStatus
+from skein.wire.views import JobStatus, TrialStatus
 from tests.client.cli.said import Captured
 from tests.client.conftest import Scripted
 from tests.client.scripted import status
@@ -60,6 +65,76 @@ def test_a_dry_run_prints_the_arrays(tmp_path: Path, capsys: Captured) -> None:
     said = capsys.readouterr().out
     assert "4 trials in 2 arrays on one worker:" in said
     assert "array of trials 2, 3: batch.samples=64 optimizer.learning_rate=0.1; batch" in said
+
+
+def of_trials(*states: JobState, state: JobState = JobState.RUNNING, step: int = 10) -> JobStatus:
+    trials = tuple(
+        replace(trial(number), state=of, reason="loss not finite" if of is JobState.FAILED else "")
+        for number, of in enumerate(states)
+    )
+    reason = f"{len(trials)} trials: so many trained"
+    return replace(status("rates-1", state=state, step=step), total_steps=100, reason=reason, trials=trials)
+
+
+def test_waiting_for_a_sweep_tells_of_steps_and_of_trials_that_are_retired() -> None:
+    good, bad = JobState.RUNNING, JobState.FAILED
+    looks = iter(
+        [
+            of_trials(good, good, state=JobState.PENDING, step=0),
+            of_trials(good, good),
+            of_trials(good, bad, step=20),
+            of_trials(good, bad, step=30),
+            of_trials(JobState.FINISHED, bad, state=JobState.FINISHED, step=40),
+        ]
+    )
+    text, now = StringIO(), [0.0]
+    view = SweepLines(Console(file=text, width=200), now=lambda: now[0])
+
+    def wait(seconds: float) -> None:
+        now[0] += 3 * seconds
+
+    assert follow_sweep(lambda: next(looks), view, wait=wait).state is JobState.FINISHED
+    assert text.getvalue().splitlines() == [
+        "pending: 2 trials: so many trained",
+        "step 10/100  best 2.5  1.23k/s  eta 0:45",
+        "running: 2 trials: so many trained",
+        "trial 1 is retired: loss not finite",
+        "step 30/100  best 2.5  1.23k/s  eta 0:35",
+        "step 40/100  best 2.5  1.23k/s  eta 0:30",
+        "finished: 2 trials: so many trained",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [(JobState.FINISHED, 0), (JobState.FAILED, 1), (JobState.CANCELLED, 1)]
+)
+def test_waiting_for_a_sweep_ends_as_it_does(
+    coordinator: Scripted, tmp_path: Path, capsys: Captured, state: JobState, code: int
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(SWEEP)
+    coordinator.script.jobs["rates-1"] = of_trials(JobState.FINISHED, JobState.FAILED, state=state)
+    assert run(["submit", str(file), "--wait"]) == code
+    out, err = capsys.readouterr()
+    assert out == "rates-1\n"
+    assert "step 10/100  best 2.5" in err
+    assert "trial 1 is retired: loss not finite" in err
+    end = "error: job rates-1 failed" if state is JobState.FAILED else str(state)
+    assert err.splitlines()[-1] == f"{end}: 2 trials: so many trained"
+
+
+def test_a_sweep_has_no_curve_and_its_status_no_plan(coordinator: Scripted, capsys: Captured) -> None:
+    found = of_trials(JobState.RUNNING, JobState.RUNNING)
+    first, second = found.trials
+    arrayed = replace(found, trials=(replace(first, array=JobId("rates-1-a1")), second))
+    coordinator.script.jobs["rates-1"] = arrayed
+    assert run(["curve", "rates-1"]) == 2
+    said = capsys.readouterr().err
+    assert said == "error: job: 'rates-1': is a sweep, whose arrays have curves: give one of rates-1-a1\n"
+    assert run(["status", "rates-1"]) == 0
+    told = capsys.readouterr().out
+    assert "trials     2: skein sweep rates-1" in told
+    assert "plan  " not in told
 
 
 def test_an_export_of_a_sweep_wants_a_trial_that_there_is(
