@@ -3,8 +3,9 @@
     skein bench sweep [--only WHAT ...] [--turns 40]
 
 WHAT is `equal` (fused rows beside separate runs, 40 steps), `apart` (a row at a rate that blows up,
-the others beside lone runs), `speed` (against the best loop: a model and a fused optimizer of torch for each trial) or
-`search` (Hyperband over rows of arrays beside the same one by one, and beside chance for as much work).
+the others beside lone runs), `speed` (against the best loop: a model and a fused optimizer of torch for each trial),
+`search` (Hyperband over rows of arrays beside the same one by one, and beside chance for as much work) or `share` (what
+the coordinator takes of a sweep with real processes).
 Speeds are of one thread's CPU time, both ways in turns; the ratio is the median of the turns'. The control is no
 option. Ends with one JSON line; exit code 1 if a goal is missed.
 """
@@ -23,6 +24,7 @@ from torch import Tensor
 from bench.reference import torch_optimizer
 from bench.report import Row, finish, spread
 from bench.sweeping.search import search_rows
+from bench.sweeping.share import share_rows
 from bench.sweeping.trials import (
     CNN,
     DECODER,
@@ -201,6 +203,7 @@ def main() -> int:
         "apart": lambda _turns: apart_rows(),
         "speed": speed_rows,
         "search": lambda _turns: search_rows(),
+        "share": lambda _turns: share_rows(),
     }
     parser = argparse.ArgumentParser(prog="skein bench sweep", description=main.__doc__)
     parser.add_argument("--only", nargs="+", choices=parts, help="compare these parts alone")

@@ -58,9 +58,13 @@ class SweepGauges:
             ["job", "state"],
             registry=registry,
         )
+        self._num_records = -1
 
     def sample(self, view: CoordinatorView) -> None:
-        """Take the state of the moment."""
+        """Take the state of the moment, if anything was recorded since the last."""
+        if view.history.num_records == self._num_records:
+            return
+        self._num_records = view.history.num_records
         self._trials.clear()
         for sweep in view.history.sweeps()[:MAX_LABELS]:
             self._show(sweep.job, course_of(sweep, view.history))

@@ -74,10 +74,30 @@ def trials_of(job: JobSpec) -> tuple[SweepTrial, ...]:
     Raises:
         UserError: a key is not in the job, or the job refuses a value; it names trial, key and value.
     """
-    return () if job.sweep is None else _trials(job.canonical_json())
+    return () if job.sweep is None else _trials_of(_Same(job))
 
 
-# Whoever lists jobs or goes on with sweeps asks for those of all of them.
+class _Same:
+    """A job that is equal to nothing but itself: whoever asks again and again does not want its text each time."""
+
+    __slots__ = ("job",)
+
+    def __init__(self, job: JobSpec) -> None:
+        self.job = job
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.job is other.job
+
+    def __hash__(self) -> int:
+        return id(self.job)
+
+
+# Whoever goes on with sweeps, or tells of them, asks for those of all that have not ended.
+@lru_cache(maxsize=64)
+def _trials_of(same: _Same) -> tuple[SweepTrial, ...]:
+    return _trials(same.job.canonical_json())
+
+
 @lru_cache(maxsize=64)
 def _trials(text: str) -> tuple[SweepTrial, ...]:
     job = JobSpec.model_validate_json(text)
