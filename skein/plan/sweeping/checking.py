@@ -75,7 +75,11 @@ def _check_fused(trials: Sequence[SweepTrial]) -> None:
             raise UserError("sweep.fuse", "always", f"{why}: give auto")
     first, *others = (group[0] for group in alike(trials))
     for other in others:
-        keys = ", ".join(parting(first).differs_in(parting(other)))
+        differs = parting(first).differs_in(parting(other))
+        # Another kind of optimizer has other defaults too: what trials set is what is meant.
+        keys = ", ".join(
+            [key for key in differs if key in first.settings or key in other.settings] or differs
+        )
         hint = f"trials {first.number} and {other.number} differ in {keys}, which parts them: give auto"
         raise UserError("sweep.fuse", "always", hint)
 
