@@ -1,10 +1,14 @@
 """A run that checks a step: what is computed again, and how the check ends where that cannot be."""
 
+from dataclasses import replace
+
 from skein.config.checks import ChecksSpec
+from skein.model.families.mixtral import MixtralModel
 from skein.numeric.sketch import SKETCH_LENGTH
 from skein.plan.plan import Infeasible, Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, Outbox
 from skein.protocol.coordinator.runs.checking.checks import Checks
+from skein.protocol.coordinator.runs.checking.inquiry import Again, Undecided
 from skein.protocol.coordinator.runs.phase import GatherPhase
 from skein.protocol.coordinator.runs.watching.vigil import STALL_S
 from skein.protocol.coordinator.runs.workers.members import Members
@@ -116,6 +120,24 @@ def test_a_step_that_lost_contributions_is_not_checked_and_ends_a_check() -> Non
     assert checks.seed(votes, PAIRS, is_whole=False) is None
     assert checks.judged(record(), (), PAIRS) is None
     assert not checks.aside
+
+
+def sparse_job() -> JobHistory:
+    job = job_of()
+    job.spec = SPEC.model_copy(update={"model": MixtralModel(family="mixtral", preset="mixtral-1m")})
+    return job
+
+
+def test_who_has_not_heard_the_choices_of_experts_is_no_witness() -> None:
+    plan = plan_of([*(x.chunk for x in PAIRS.chunks), chunk(0, "w0c")], PAIRS.paths)
+    for job, verdict in ((sparse_job(), Undecided), (job_of(), Again)):
+        checks = checks_of(job)
+        assert checks.seed([vote("s0"), vote("s1")], PAIRS, is_whole=True) is not None
+        assert isinstance(checks.judged(record(), (1.0,) * SKETCH_LENGTH, PAIRS), Again)
+        moved = replace(plan, paths=tuple(path(chunk(0, "w0c"), x.hops[1]) for x in PAIRS.paths))
+        # Neither the suspect's result nor another one: somebody else is to compute it.
+        found = checks.judged(record(), (-1.0,) * SKETCH_LENGTH, moved)
+        assert isinstance(found, verdict)
 
 
 def test_a_seed_that_was_told_before_there_is_a_result_is_not_used_again() -> None:

@@ -1,25 +1,31 @@
-"""Choices of experts in contributions that are computed again: those of whoever computed them first."""
+"""Choices of experts in what is computed again, after a death or to see who lies: those of whoever did it first."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path as FilePath
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from skein.config.checks import ChecksSpec
 from skein.model.sparse.routing import RouterKind, RoutingSpec
 from skein.plan.ops import Direction
 from skein.plan.order import PlacedOp
 from skein.plan.plan import Plan
+from skein.protocol.coordinator.runs.checking.inquiry import TOLERANCE
+from skein.protocol.coordinator.runs.placing.resuming import resume
 from skein.protocol.worker.ops import Loss
-from skein.types import Layout, StageIndex, WorkerId
+from skein.types import Layout, Precision, StageIndex, WorkerId
 from tests.support.extent import part
-from tests.support.halfway import num_ops
+from tests.support.halfway import Halfway, num_ops, slots_of
 from tests.worker.lab import Lab, sparse_job
-from tests.worker.test_resuming import Stoppable, Sums
+from tests.worker.test_resuming import START, Stoppable, Sums
+from worker.compute.visits.left import Left
 from worker.model.base import Stage
+from worker.model.sparse import choosing
 from worker.model.sparse.junction import Junction
 from worker.model.sparse.layer import SparseMlp
 
@@ -85,12 +91,12 @@ def _score_alike(module: Stage) -> None:
 
 
 @contextmanager
-def _moved(module: Stage) -> Iterator[None]:
+def _moved(module: Stage, by: float = MOVED) -> Iterator[None]:
     """The second expert's logit is higher in every layer until the end of the block."""
 
     def moved(_gate: nn.Module, _given: tuple[Tensor, ...], scores_NE: Tensor) -> Tensor:
         more = torch.zeros_like(scores_NE)
-        more[:, 1] = MOVED
+        more[:, 1] = by
         return scores_NE + more
 
     hooks = [layer.gate.register_forward_hook(moved) for layer in _layers(module)]
@@ -112,6 +118,92 @@ def difference(found: Sums, wanted: Sums) -> float:
             total = sum((sums[name] for sums in here), torch.zeros(()))
             worst = max(worst, float((total - expected).abs().max() / expected.abs().max()))
     return worst
+
+
+class Checked(Unlike):
+    """A lab in which a step is computed again without one worker, once all have reduced it, by stand-ins unlike it."""
+
+    def first(self, luck: int = 0) -> Sums:
+        """The step, up to its sums, which holders of a stage have sent each other."""
+        self.dead = None
+        self.begin(random.Random(luck))
+        self.run()
+        sums = self.sums()
+        for group in self.lab.arrangement.groups:
+            self.lab.reduce(START, group)
+        return sums
+
+    def again(self, aside: WorkerId, *, is_unlike: bool = True) -> Sums:
+        """The same step without a worker; nothing that was done of it counts."""
+        acks = self.halfway.acks(self.plan)
+        told = {worker: replace(ack, progress=()) for worker, ack in acks.items() if worker != aside}
+        found = resume(self.plan, told, version=START)
+        assert found is not None
+        self.dead = aside
+        places = {(m, hop.stage) for m, path in enumerate(self.plan.paths) for hop in path.hops}
+        self._used = places if is_unlike else set()
+        self._hold(dict(found.resumptions))
+        slots = {chunk: size for chunk, size in slots_of(self.plan).items() if chunk.worker != aside}
+        self.halfway = Halfway(slots, random.Random(0))
+        stuck = self.halfway.run(found.plan.paths, [x.schedule for x in found.resumptions.values()], slots)
+        assert not stuck
+        for placed in self.halfway.ran:
+            self._compute(placed, found.plan)
+        return self.sums()
+
+
+CHECKS = [
+    (RouterKind.SOFTMAX_TOPK, Layout.LINE),
+    (RouterKind.SIGMOID, Layout.LOOP),
+]
+
+
+@pytest.fixture
+def checked(text: FilePath, labs: list[Lab]) -> Callable[..., Checked]:
+    def make(kind: RouterKind, layout: Layout) -> Checked:
+        routing = RoutingSpec(router=kind, allow_lookahead=kind.row.looks_ahead)
+        job = sparse_job(text, stages=3, replicas=2, layout=layout, num_chosen=2, routing=routing)
+        labs.append(Lab(job.model_copy(update={"checks": ChecksSpec(fraction=1.0)})))
+        return Checked(labs[-1], is_split=False)
+
+    return make
+
+
+@pytest.mark.parametrize(("kind", "layout"), CHECKS)
+def test_a_stand_in_of_a_check_routes_as_the_suspect_though_a_logit_differs(
+    checked: Callable[..., Checked], monkeypatch: pytest.MonkeyPatch, kind: RouterKind, layout: Layout
+) -> None:
+    def worst() -> float:
+        lab = checked(kind, layout)
+        # One worker of each stage.
+        firsts = ((aside, lab.first()) for aside in lab.plan.workers[:3])
+        found = max(difference(lab.again(aside), first) for aside, first in firsts)
+        assert lab.num_moved >= 3
+        return found
+
+    assert worst() < 10 * MOVED
+    # Were holders of a stage not told what was chosen, an honest suspect would seem to lie.
+    monkeypatch.setattr(Left, "hear_routed", lambda _left, _op, _parts: None)
+    assert worst() > TOLERANCE[Precision.FP32]
+
+
+def test_a_stand_in_does_not_take_choices_that_no_scores_lead_to(
+    checked: Callable[..., Checked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of so few tokens none ties as nearly as this but by what is moved.
+    monkeypatch.setattr(choosing, "NEAR_TIE", 1e-5)
+    honest = checked(RouterKind.SOFTMAX_TOPK, Layout.LINE).first()
+    lab = checked(RouterKind.SOFTMAX_TOPK, Layout.LINE)
+    liar = lab.plan.workers[2]
+    # Its stage is the last one, so that others compute by the same inputs.
+    holding = lab.lab.benches[liar].holding
+    with ExitStack() as lie:
+        for chunk in holding.chunks.values():
+            lie.enter_context(_moved(chunk.module, by=10.0))
+        lied = lab.first()
+    again = lab.again(liar, is_unlike=False)
+    assert difference(again, honest) < 10 * MOVED
+    assert difference(again, lied) > TOLERANCE[Precision.FP32]
 
 
 @pytest.fixture
@@ -163,5 +255,5 @@ def test_whoever_computes_again_routes_as_the_first_one_though_a_logit_differs(
     # The weights of the moved experts differ by a millionth.
     assert disturbed(lab, wanted, losses) < 10 * MOVED
     # Were it not told what was chosen, other experts would take the tokens.
-    monkeypatch.setattr(Junction, "settled", lambda _junction, choices, _form: choices)
+    monkeypatch.setattr(Junction, "settled", lambda _junction, choices, _scores, _form: choices)
     assert disturbed(lab, wanted, losses) > 1e-3

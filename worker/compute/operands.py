@@ -41,6 +41,7 @@ from worker.compute.payload import (
     VALID,
     WEIGHTS,
     Payload,
+    microbatch_of,
 )
 from worker.compute.visits.left import Passage
 
@@ -98,12 +99,18 @@ def _check_shards(
             continue
         start, stop = bounds[key.shard]
         shapes = [tensor.shape for tensor in bundle if tensor.name == SHARD and tensor.dtype in _FLOATS]
-        if len(bundle) != 1 or shapes != [(stop - start,)]:
+        num_others = sum(_is_of_holders(tensor) for tensor in bundle)
+        if len(bundle) != 1 + num_others or shapes != [(stop - start,)]:
             wanted = f"give one tensor {SHARD!r} of {stop - start} floats"
             raise OperandError(
                 key.member.worker,
                 f"{key.kind} of shard {key.shard} of {key.group}: {_told(bundle)}: {wanted}",
             )
+
+
+def _is_of_holders(tensor: WireTensor) -> bool:
+    """Whether it may be choices that holders of a stage tell each other; who computes by them looks at their values."""
+    return microbatch_of(tensor.name) is not None and tensor.dtype in (DType.UINT8, DType.INT32)
 
 
 def _check_exchanged(

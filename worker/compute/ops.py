@@ -7,7 +7,7 @@ Rules of this file
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -65,6 +65,7 @@ from worker.compute.holding import Holding, share_among
 from worker.compute.operands import check_operands
 from worker.compute.payload import (
     SHARD,
+    TELLING,
     Payload,
     concatenated,
     pack,
@@ -119,8 +120,9 @@ class Compute:
     def hold(self, holding: Holding) -> None:
         """Replace everything held. Of a step in progress, what is to stay stays; other accumulators begin at zero."""
         before = self._here(holding.job_id)
+        is_ours = self.holding is not None and self.holding.job_id == holding.job_id
         resumed = () if holding.resumption is None else holding.resumption.chunks
-        left = self._left.staying(resumed)
+        left = self._left.staying(resumed) if is_ours else Left(self.gauges)
         self.forget()
         self._left = left
         carried = {x.stage for x in resumed if x.ledger}
@@ -250,10 +252,12 @@ class Compute:
         flat = self._sums_here(op.group)
         bounds = shard_bounds(flat.numel(), op.group.num_shards)
         outputs: Outputs = {}
+        routed = self._left.routed_of(op)
         for to, key in op.parcels:
             start, stop = bounds[key.shard]
             part = {SHARD: flat[start:stop].to(self._wire_dtype(flat.dtype), copy=True)}
-            outputs[key] = part if to == self._held.worker else pack(part)
+            told = routed if key.shard == TELLING else {}
+            outputs[key] = part if to == self._held.worker else pack(part | told)
         return outputs
 
     def _sums_here(self, group: Group) -> Tensor:
@@ -267,12 +271,22 @@ class Compute:
 
     def _sum(self, op: SumOp, operands: Mapping[TensorKey, Payload]) -> Outputs:
         if op.exchange is not None:
-            parts = [dict(unpack(operands[key], self.device)) for key in op.parts]
+            sent = [dict(unpack(operands[key], self.device)) for key in op.parts]
             chunk = self._held.chunks[op.total.member.stage]
-            return {op.total: self._sent(self._exchanges.combine(op, chunk, parts), op.to)}
+            return {op.total: self._sent(self._exchanges.combine(op, chunk, sent), op.to)}
         own = self._held.chunks[op.total.member.stage].dtype
-        summed = sum_in_order([unpack(operands[key], self.device)[SHARD].to(own) for key in op.parts])
-        return {op.total: self._sent({SHARD: summed.to(self._wire_dtype(own))}, op.to)}
+        parts = [unpack(operands[key], self.device) for key in op.parts]
+        summed = sum_in_order([part[SHARD].to(own) for part in parts])
+        total = {SHARD: summed.to(self._wire_dtype(own))}
+        if op.shard == TELLING:
+            self._hear_routed(op, parts)
+            total |= self._left.routed_of(op)
+        return {op.total: self._sent(total, op.to)}
+
+    def _hear_routed(self, op: SumOp | JoinOp, told: Iterable[Mapping[str, Tensor]]) -> None:
+        """Note choices of experts that other holders of a group's stage send with one of its shards."""
+        if self._held.job.checks.fraction:
+            self._left.hear_routed(op, told)
 
     def _join(self, op: JoinOp, operands: Mapping[TensorKey, Payload]) -> Joined:
         group = op.group
@@ -287,8 +301,9 @@ class Compute:
         if not op.results:
             flat = self._sums_here(group)
         else:
-            shards = [unpack(operands[key], self.device)[SHARD] for key in op.results]
-            flat = concatenated([shard.to(chunk.dtype) for shard in shards])
+            shards = [unpack(operands[key], self.device) for key in op.results]
+            self._hear_routed(op, shards)
+            flat = concatenated([shard[SHARD].to(chunk.dtype) for shard in shards])
         norm = squared_norm(flat)
         # A sum of squares can only be infinite without an infinite element where squares overflow float64.
         joined = Joined(

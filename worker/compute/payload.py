@@ -1,11 +1,12 @@
 """Operands and outputs of ops between the ops: as tensors while they stay here, as a bundle once they travel."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from skein.types import WorkerId
+from skein.types import MicrobatchId, WorkerId
 from worker.bundle import Bundle, allocate, bundle_bytes, to_torch, to_wire
 from worker.data.dataset import Batch
 from worker.model.base import Crossing, Labels
@@ -21,6 +22,9 @@ With an activation go the choices of the stage that gives it, and they come back
 there then routes as that one did. With the gradient of a stage where paths end go its own, as `repeated`, which whoever
 is handed the activation once more takes for its own.
 """
+TELLING = 0
+"""The shard of a stage's sums with which its holders tell each other choices, on its way to the owner and back."""
+_OF_MICROBATCH = re.compile(rf"{CHOICES}/(\d{{1,9}})", re.ASCII)
 DIFFERENTIABLE = HIDDEN, SCORES
 """Names of a boundary's tensors that have gradients, in the order of `Crossing.differentiable`."""
 GRADIENTS = GRADIENT, SCORES_GRADIENT
@@ -40,6 +44,21 @@ def crossing(
     named |= {VALID: None if num_valid is None else torch.tensor(num_valid)}
     named |= {} if labels is None else {LABELS: labels.labels, WEIGHTS: labels.weights}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def choices_name(microbatch: MicrobatchId) -> str:
+    """Name under which choices of a microbatch go to other holders of the stage, with the shard `TELLING`.
+
+    >>> choices_name(MicrobatchId(3)), microbatch_of("choices/3"), microbatch_of("choices")
+    ('choices/3', 3, None)
+    """
+    return f"{CHOICES}/{microbatch}"
+
+
+def microbatch_of(name: str) -> MicrobatchId | None:
+    """The microbatch in such a name; None: it is another."""
+    found = _OF_MICROBATCH.fullmatch(name)
+    return None if found is None else MicrobatchId(int(found[1]))
 
 
 def tensor_if_any(name: str, tensor: Tensor | None) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from skein.model.sparse.routing import DropOrder, RoutingSpec
 from skein.types import Precision
 from tests.worker.model.builders import assert_near
 from worker.model.pending import Tray, add_up
-from worker.model.sparse.choosing import likeliest, slots_of
+from worker.model.sparse.choosing import likeliest, near_ties, slots_of
 from worker.model.sparse.junction import Junction
 from worker.model.sparse.layer import SparseMlp
 from worker.model.sparse.rows import ExpertRows
@@ -85,6 +85,16 @@ def gradients(module: SparseMlp) -> dict[str, Tensor]:
         assert parameter.grad is not None, name
         found[name] = parameter.grad
     return found
+
+
+def test_choices_made_elsewhere_are_as_good_where_scores_nearly_tie_and_nowhere_else() -> None:
+    scores = torch.tensor([[0.4, 0.401, 0.1, 0.099]]).repeat(5, 1)
+    own = likeliest(scores, 2)
+    assert own.tolist() == [[1, 0]] * 5
+    told = torch.tensor([[1, 0], [0, 1], [1, 2], [1, 1], [2, 3]])
+    assert near_ties(scores, own, told).tolist() == [True, True, False, False, False]
+    one = near_ties(scores[:2], own[:2, :1], torch.tensor([[0], [3]]))
+    assert one.tolist() == [True, False]
 
 
 def test_the_likeliest_are_chosen_and_of_equals_the_lower() -> None:

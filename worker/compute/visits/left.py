@@ -1,7 +1,7 @@
 """Tensors that ops of the step in progress have left at a worker for later ones."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -9,7 +9,9 @@ from torch import Tensor
 
 from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.tensors import Phase
-from skein.types import MicrobatchId, StageIndex
+from skein.protocol.worker.ops import GroupOp
+from skein.types import MicrobatchId, StageIndex, Step
+from worker.compute.payload import choices_name, microbatch_of
 from worker.model.base import Crossing, Labels
 from worker.model.pending import Pending, add_up, held_bytes
 from worker.telling.aggregating import Gauges
@@ -40,7 +42,11 @@ class Passage:
 
 @dataclass(slots=True)
 class Left:
-    """Input and output of forwards, gradients that were put aside, and labels of paths that end where they began."""
+    """Input and output of forwards, gradients that were put aside, and labels of paths that end where they began.
+
+    `routed` are choices by which the step's gradients were made, here and at other holders of the stages that are here:
+    whoever computes any of it again, to see whose are wrong, is to route alike.
+    """
 
     gauges: Gauges
     graphs: dict[_Place, Passage] = field(default_factory=dict)
@@ -48,6 +54,7 @@ class Left:
     pending_bytes: dict[_Place, int] = field(default_factory=dict)
     """Bytes of what was put aside."""
     labels: dict[tuple[Phase, MicrobatchId], Labels] = field(default_factory=dict)
+    routed: dict[tuple[Step, MicrobatchId, StageIndex], Tensor] = field(default_factory=dict)
 
     def put_aside(self, place: _Place, pending: deque[Pending]) -> None:
         """Keep what an input op has put aside, for a weight op."""
@@ -66,8 +73,25 @@ class Left:
         labels = {key: value for key, value in self.labels.items() if key[0].outlasts_steps}
         return type(self)(gauges=self.gauges, labels=labels)
 
+    def routed_of(self, op: GroupOp) -> dict[str, Tensor]:
+        """Choices of the stage whose sums a group adds up, by name, for its other holders; of several stages none."""
+        stages = {member.stage for member in op.group.members}
+        return {
+            choices_name(m): choices
+            for (step, m, stage), choices in self.routed.items()
+            if step == op.step and {stage} == stages
+        }
+
+    def hear_routed(self, op: GroupOp, parts: Iterable[Mapping[str, Tensor]]) -> None:
+        """Note choices that other holders of a group's stage have sent; what is known already stays."""
+        stages = {member.stage for member in op.group.members}
+        for name, tensor in (named for part in parts for named in part.items()):
+            m = microbatch_of(name)
+            if m is not None and len(stages) == 1:
+                self.routed.setdefault((op.step, m, min(stages)), tensor)
+
     def staying(self, resumed: Iterable[ResumedChunk]) -> Self:
-        """Part of it that a step which goes on is told to keep; nothing where none does."""
+        """Part of it that a step which goes on is told to keep, if one does; choices stay, for it may be made again."""
         chunks = tuple(resumed)
         graphs = {(m, x.stage) for x in chunks for m in x.forwards}
         pending = {(m, x.stage) for x in chunks for m in x.pending}
@@ -77,4 +101,5 @@ class Left:
             pending={place: self.pending[place] for place in pending & self.pending.keys()},
             pending_bytes={place: self.pending_bytes[place] for place in pending & self.pending_bytes.keys()},
             labels={key: value for key, value in self.labels.items() if key[0].trains and chunks},
+            routed=self.routed,
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from skein.errors import LocalError
+from skein.model.sparse.choices import Choices
 from skein.plan.ops import Direction
 from skein.protocol.messages.reports import Balance
 from skein.protocol.worker.ops import (
@@ -88,6 +89,12 @@ class _Given:
     repeated: Tensor | None = None
 
 
+def are_choices(told: Tensor, form: Choices, num_layers: int) -> bool:
+    """Whether a tensor from elsewhere is choices of so many layers."""
+    fits = told.shape == (num_layers, *form.shape)
+    return fits and bool(((told >= 0) & (told <= form.most)).all())
+
+
 class Visiting:
     """Visits of the chunks of one holding; `left` has what ops of the step have left there for later ones."""
 
@@ -120,7 +127,8 @@ class Visiting:
         if labels is None and self._chunk(op.chunk).module.takes_labels:
             labels = self._samples(op)[1]
         classes = None if labels is None else labels.labels
-        with self._functions(op) as module, module.junction.visited(num_valid, given.repeated) as visit:
+        routed = self._routed(op, given)
+        with self._functions(op) as module, module.junction.visited(num_valid, routed) as visit:
             if op.phase.keeps_graph:
                 y = module.onward(x.followed(is_sample=op.operand is None), classes)
             else:
@@ -171,7 +179,7 @@ class Visiting:
                 scored = loss_at_end(op, self._chunk(op.chunk), x, labels, self._holding.job, self._traits)
             return Visited(outcome=scored)
         module = self._chunk(op.chunk).functions
-        with module.junction.visited(given.num_valid, given.repeated) as visit:
+        with module.junction.visited(given.num_valid, self._routed(op, given)) as visit:
             followed = x.followed(is_sample=op.operand is None)
             total, num_valid = module.score(followed, labels.labels, labels.weights)
         self._tell_routed(op, visit)
@@ -179,6 +187,7 @@ class Visiting:
             self._left.put_aside((op.microbatch, op.chunk.stage), module.put_aside([total]))
         else:
             total.backward()  # type: ignore[no-untyped-call]
+        self._keep_routed(op, visit.choices)
         outcome = Loss(loss_sum=total.item(), num_tokens=num_valid, balance=visit.balance)
         routed = tensor_if_any(CHOICES, given.before) | tensor_if_any(REPEATED, visit.choices)
         return Visited(outcome=outcome, outputs=self._handed_back(op, x, routed))
@@ -186,6 +195,7 @@ class Visiting:
     def _backward(self, op: BackwardOp, operands: Mapping[TensorKey, Payload]) -> Visited:
         tensors = self._gradients(op, operands)
         passage, balance = self._as_before(op, tensors)
+        self._keep_routed(op, passage.choices)
         module = self._chunk(op.chunk).functions
         module.add_gradients(passage.made.differentiable, _in_order(tensors))
         outputs = self._handed_back(op, passage.given, tensor_if_any(CHOICES, passage.before))
@@ -194,6 +204,7 @@ class Visiting:
     def _input_gradient(self, op: InputOp, operands: Mapping[TensorKey, Payload]) -> Visited:
         tensors = self._gradients(op, operands)
         passage, balance = self._as_before(op, tensors)
+        self._keep_routed(op, passage.choices)
         module = self._chunk(op.chunk).functions
         pending = module.put_aside(passage.made.differentiable, _in_order(tensors))
         self._left.put_aside((op.microbatch, op.chunk.stage), pending)
@@ -221,7 +232,7 @@ class Visiting:
         module = self._chunk(op.chunk).functions
         with module.junction.visited(passage.num_valid, told) as visit:
             made = module.onward(passage.given, passage.classes)
-        return replace(passage, made=made, choices=told), visit.balance
+        return replace(passage, made=made, choices=visit.choices), visit.balance
 
     def _repeated(self, op: BackwardOp | InputOp, tensors: Mapping[str, Tensor]) -> Added:
         """Choices that go with the activations which this hop gave, where they are handed over once more."""
@@ -229,6 +240,21 @@ class Visiting:
             return {}
         made = outputs_of(Direction.FORWARD, op.phase, op.step, op.microbatch, op.hop, op.path)
         return {hop_key(header): pack({REPEATED: tensors[REPEATED]}) for header in made}
+
+    def _keep_routed(self, op: VisitOp, choices: Tensor | None) -> None:
+        """Note by which choices a gradient is made, where the step may be computed again to see whose are wrong."""
+        if choices is not None and self._holding.job.checks.fraction:
+            self._left.routed[op.step, op.microbatch, op.chunk.stage] = choices
+
+    def _routed(self, op: ForwardOp | LossOp | LossInputOp, given: _Given) -> Tensor | None:
+        """Choices that this stage has made of the microbatch before, here or elsewhere, as far as they are known."""
+        known = self._left.routed.get((op.step, op.microbatch, op.chunk.stage)) if op.phase.trains else None
+        if given.repeated is not None or known is None:
+            return given.repeated
+        spec = self._holding.job.model
+        num_layers = spec.num_blocks_in(self._chunk(op.chunk).stage)
+        form = spec.choices_of(given.crossing.hidden.shape[:2].numel())
+        return known if form is not None and are_choices(known, form, num_layers) else None
 
     def _input(self, op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> _Given:
         if op.operand is None:

@@ -1,6 +1,6 @@
 """Choices of tokens among experts: which ones each token takes, and which of them find room.
 
-N tokens of a microbatch, E experts, K choices of a token, C = N K of all.
+N tokens of a microbatch, E experts, K choices of a token, C = N K of all. Who chooses has a row: R rows of S scores.
 """
 
 import torch
@@ -10,6 +10,9 @@ from skein.model.sparse.routing import DropOrder
 
 WEIGHT_STEPS = 2**16
 """Weights that are equal in so many steps from 0 to 1 are equal where choices are dropped by weight."""
+
+NEAR_TIE = 2.0**-5
+"""Scores apart by no more than this share of the row's largest are equal to somebody: a few roundings of bfloat16."""
 
 
 def likeliest(chances_NE: Tensor, num_chosen: int) -> Tensor:
@@ -25,6 +28,22 @@ def best_tokens(chances_NE: Tensor, num_tokens: int) -> Tensor:
     """
     order_NE = _rounded(chances_NE).sort(dim=0, descending=True, stable=True).indices
     return order_NE[:num_tokens].t().contiguous()
+
+
+def near_ties(scores_RS: Tensor, own_RK: Tensor, told_RK: Tensor) -> Tensor:
+    """Rows, a mask (R,), whose choices made elsewhere are their own but for near ties: as high one by one.
+
+    Args:
+        scores_RS: by which the row's own choices are the best, each row's in order.
+        own_RK: these.
+        told_RK: the others.
+    """
+    scores_RS = scores_RS.detach()
+    margin_R1 = NEAR_TIE * scores_RS.abs().amax(-1, keepdim=True)
+    apart_RK = (scores_RS.gather(-1, told_RK) - scores_RS.gather(-1, own_RK)).abs()
+    in_order_RK = told_RK.sort(dim=-1).values
+    is_double_R = (in_order_RK[:, 1:] == in_order_RK[:, :-1]).any(-1)
+    return (apart_RK <= margin_R1).all(-1) & ~is_double_R
 
 
 def slots_of(choices_NK: Tensor, weights_NK: Tensor, num_experts: int, order: DropOrder) -> Tensor:

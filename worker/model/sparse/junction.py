@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 from skein.model.sparse.choices import Choices
 from skein.protocol.messages.reports import Balance
+from worker.model.sparse.choosing import near_ties
 
 
 @dataclass(slots=True)
@@ -81,13 +82,21 @@ class Junction:
         """Whether what goes through the stage now trains it."""
         return self._visit is not None and self._visit.num_valid is not None
 
-    def settled(self, choices: Tensor, form: Choices) -> Tensor:
-        """Choices of a layer that hold: those that it makes, unless it was told others."""
+    def settled(self, choices: Tensor, scores: Tensor, form: Choices) -> Tensor:
+        """Choices of a layer that hold: those that it makes, unless it was told others that are as good.
+
+        Whoever tells may lie: choices that no make of worker comes to by these scores are not taken.
+
+        Args:
+            choices: a row for each token, or for each expert that chooses.
+            scores: by which the row's choices are the best.
+        """
         visit = self._visit
         if visit is None or visit.num_valid is None:
             return choices
         if visit.told is not None:
-            choices = visit.told[len(visit.made)].to(choices)
+            told = visit.told[len(visit.made)].to(choices)
+            choices = torch.where(near_ties(scores, choices, told).unsqueeze(-1), told, choices)
         visit.made.append(choices.to(torch.uint8 if form.is_narrow else torch.int32))
         return choices
 

@@ -188,7 +188,8 @@ def _expert_choice(scores_NE: Tensor, experts: Experts, junction: Junction) -> R
     chances_NE = scores_NE.softmax(-1)
     form = experts.choices_of(len(scores_NE))
     assert form is not None
-    tokens_EC = junction.settled(best_tokens(chances_NE, experts.best_tokens(len(scores_NE))), form)
+    tokens_EC = best_tokens(chances_NE, experts.best_tokens(len(scores_NE)))
+    tokens_EC = junction.settled(tokens_EC, chances_NE.t(), form)
     kept_NE = torch.zeros_like(chances_NE, dtype=torch.bool).scatter_(0, tokens_EC.t(), True)
     _ = junction.weighed(chances_NE.detach(), kept_NE.sum(0), 0.0)
     choices_NE = torch.arange(experts.num_experts, device=kept_NE.device).expand(kept_NE.shape)
@@ -220,7 +221,7 @@ def _likeliest(scores_NE: Tensor, experts: Experts, junction: Junction) -> Tenso
     """Each token's choices: of the largest scores, unless they were made before."""
     form = experts.choices_of(len(scores_NE))
     assert form is not None
-    return junction.settled(likeliest(scores_NE, experts.num_chosen), form)
+    return junction.settled(likeliest(scores_NE, experts.num_chosen), scores_NE, form)
 
 
 def _chosen(choices_NK: Tensor, weights_NK: Tensor, experts: Experts, junction: Junction) -> Routed:

@@ -98,6 +98,11 @@ class Checks(RunPart):
                 self._inquiry = Inquiry(suspects, int(chance.integers(2**63)), self._job.spec.precision)
         return None if self._inquiry is None else self._inquiry.seed
 
+    @property
+    def _has_choices(self) -> bool:
+        """Whether routers choose, so that who computes a part of the step again has to know how the first one did."""
+        return self._job.spec.model.choices_of(1) is not None
+
     def _at_gate(self, votes: Sequence[Vote], plan: Plan) -> list[WorkerId]:
         """Workers with a part in what is not finite or far too long, as far as others can stand in for them."""
         odd = {vote.group for vote in votes if self._is_odd(vote)}
@@ -120,7 +125,7 @@ class Checks(RunPart):
         if self._inquiry is None:
             return None
         self._first = self._first or plan
-        if ways(plan) != ways(self._first):
+        if ways(plan) != ways(self._first) or (self._has_choices and _has_newcomers(plan, self._first)):
             # What was computed is another function: it says nothing of anybody.
             return self._take(self._inquiry.failed())
         return self._take(self._inquiry.came(StepOutcome(sketch=sketch, loss=record.loss, plan=plan)))
@@ -139,6 +144,12 @@ class Checks(RunPart):
 
     def _end(self) -> None:
         self._inquiry, self._first, self.aside, self._settled = None, None, frozenset(), self._job.version
+
+
+def _has_newcomers(plan: Plan, first: Plan) -> bool:
+    """Whether somebody computes a stage who did not hold it in the first plan, and has been told nothing of it."""
+    known = {x.chunk for x in first.chunks}
+    return not known.issuperset(hop for path in plan.paths for hop in path.hops)
 
 
 def _replaceable(plan: Plan, workers: Sequence[WorkerId]) -> list[WorkerId]:
