@@ -115,6 +115,16 @@ class Selection:
         """Validation samples of all sources together."""
         return sum(split.num_validation for split in self.splits)
 
+    def train_rows(self, rows: Sequence[int]) -> list[Pick]:
+        """Training samples by number, in the order given: those of a source come after those of the one before."""
+        at = np.asarray(rows, np.int64)
+        ends = np.cumsum([split.num_train for split in self.splits])
+        sources, samples = np.searchsorted(ends, at, side="right"), np.empty_like(at)
+        for source in np.unique(sources).tolist():
+            split, own = self.splits[source], sources == source
+            samples[own] = split.train((at[own] - (ends[source] - split.num_train)).tolist())
+        return [Pick(source=x, sample=y) for x, y in zip(sources.tolist(), samples.tolist(), strict=True)]
+
     def train(self, position: int) -> Pick:
         """The training sample at `position`: shuffled anew in each epoch of its source."""
         source, drawn = self.train_mixture.locate(position)

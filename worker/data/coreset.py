@@ -101,7 +101,8 @@ class Coreset:
     """The rows that are trained on.
 
     Args:
-        labels_N: group of each training row.
+        groups_N: group of each training row.
+        shares_N: factor on the weight of each, so that sources weigh what the job says.
         num_picks: rows of a choice.
         first: the choice that training begins with; None: choices follow the model, and are told.
         seed: of the job's order.
@@ -110,19 +111,21 @@ class Coreset:
     def __init__(
         self,
         spec: CoresetSpec,
-        labels_N: NDArray[np.int64],
+        groups_N: NDArray[np.int64],
+        shares_N: NDArray[np.float32],
         num_picks: int,
         first: Choice | None,
         *,
         seed: int,
     ) -> None:
         self._spec = spec
-        self._labels_N = labels_N
+        self._groups_N = groups_N
+        self._shares_N = shares_N
         self._seed = seed
         self._lock = threading.Lock()
         self._choices = OrderedDict({} if first is None else {0: first})
         self.num_picks = num_picks
-        self.num_rows = len(labels_N)
+        self.num_rows = len(groups_N)
         self.num_warmup = spec.warmup_epochs * self.num_rows
         self.first = first
 
@@ -151,7 +154,8 @@ class Coreset:
         for number in np.unique(numbers):
             own = where[numbers == number]
             choice = self.choice(int(drawn[own[0]]))
-            _fill(found, own, drawn, choice, choice.weights, seed=self._seed)
+            weights = choice.weights * self._shares_N[choice.ids]
+            _fill(found, own, drawn, choice, weights, seed=self._seed)
 
     def choice(self, drawn: int) -> Choice:
         """The choice by which sample `drawn` after the warm-up is drawn."""
@@ -160,7 +164,7 @@ class Coreset:
         with self._lock:  # batches are read ahead on threads of their own
             found = self._choices.pop(number, None)
             if found is None:
-                found = by_chance(self._spec, self._labels_N, self.num_picks, number=number)
+                found = by_chance(self._spec, self._groups_N, self.num_picks, number=number)
             self._choices[number] = found
             while len(self._choices) > _MOST_KEPT:
                 self._choices.popitem(last=False)
@@ -197,62 +201,95 @@ def _fill(
     found.rows[where], found.weights[where] = choice.ids[index], weights[index]
 
 
-def coreset_of(
-    spec: CoresetSpec,
-    x_ND: NDArray[np.float32],
-    labels_N: NDArray[np.int64],
-    *,
-    batch_samples: int | None,
-    seed: int,
-) -> Coreset:
-    """The part of the training rows that a job asks for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRows:
+    """Training rows of one source.
 
     Args:
         x_ND: numbers of each row.
         labels_N: class of each.
+        weight: of the source, among those of all.
+    """
+
+    x_ND: NDArray[np.float32]
+    labels_N: NDArray[np.int64]
+    weight: float = 1.0
+
+
+def coreset_of(
+    spec: CoresetSpec, sources: Sequence[SourceRows], *, batch_samples: int | None, seed: int
+) -> Coreset:
+    """The part of the training rows that a job asks for; no row stands for one of another source.
+
+    Args:
+        sources: rows are numbered through all of them.
         batch_samples: rows of one step, if a choice has to have as many.
         seed: of the job's order.
 
     Raises:
         UserError: there are fewer picks than groups or than rows of a step, or more than can be told or compared.
     """
-    num_picks = spec.num_picks(len(labels_N))
-    groups_N = labels_N if spec.group_by == "label" else np.zeros_like(labels_N)
+    groups_N = _groups(spec, sources)
+    num_rows = len(groups_N)
+    num_picks = spec.num_picks(num_rows)
     num_groups = len(np.unique(groups_N))
     wanted = max(num_groups, batch_samples or 1)
     if num_picks < wanted:
-        why = f"{num_groups} classes" if wanted == num_groups else f"the {wanted} rows of one step"
-        least = f"{wanted / len(labels_N):.3g}"
-        hint = f"{num_picks} of {len(labels_N)} rows are fewer than {why}: give at least {least}"
+        several = f" of {len(sources)} sources" if len(sources) > 1 else ""
+        groups = f"{num_groups} classes{several}" if spec.group_by == "label" else f"{num_groups} sources"
+        why = groups if wanted == num_groups else f"the {wanted} rows of one step"
+        hint = f"{num_picks} of {num_rows} rows are fewer than {why}: give at least {wanted / num_rows:.3g}"
         raise UserError("data.coreset.fraction", spec.fraction, hint)
     if spec.follows_model and num_picks > MOST_PICKS:
-        hint = f"{num_picks} rows are more than can be told at once: give at most {MOST_PICKS / len(labels_N):.3g}"
+        hint = f"{num_picks} rows are more than can be told at once: give at most {MOST_PICKS / num_rows:.3g}"
         raise UserError("data.coreset.fraction", spec.fraction, hint)
-    if spec.follows_model and len(labels_N) > MOST_ROWS:
-        hint = f"{len(labels_N)} rows are more than can be compared along the run: give inputs, or method: random"
+    if spec.follows_model and num_rows > MOST_ROWS:
+        hint = f"{num_rows} rows are more than can be compared along the run: give inputs, or method: random"
         raise UserError("data.coreset.feature", spec.feature, hint)
     first: Choice | None = None
     if spec.method == "random":
         first = by_chance(spec, groups_N, num_picks, number=0)
     elif not spec.follows_model:
-        first = _meanwhile(lambda: _by_cover(spec, x_ND, groups_N, num_picks))
-    return Coreset(spec, groups_N, num_picks, first, seed=rng.key(seed, "coreset", "order"))
+        first = _meanwhile(lambda: _by_cover(spec, [x.x_ND for x in sources], groups_N, num_picks))
+    order = rng.key(seed, "coreset", "order")
+    return Coreset(spec, groups_N, _shares(sources), num_picks, first, seed=order)
 
 
-def by_chance(spec: CoresetSpec, labels_N: NDArray[np.int64], num_picks: int, *, number: int) -> Choice:
-    """Choice of that number: rows of each class drawn evenly."""
-    return choose_by_chance(labels_N, num_picks, seed=rng.key(spec.seed, "coreset", number))
+def _groups(spec: CoresetSpec, sources: Sequence[SourceRows]) -> NDArray[np.int64]:
+    """Group of each row: its source, or its class in that."""
+    if spec.group_by == "source":
+        return np.repeat(np.arange(len(sources)), [len(x.labels_N) for x in sources])
+    num_classes = 1 + max(int(x.labels_N.max()) for x in sources)
+    return np.concatenate([place * num_classes + x.labels_N for place, x in enumerate(sources)])
+
+
+def _shares(sources: Sequence[SourceRows]) -> NDArray[np.float32]:
+    """Factor on each row's weight: that part of all losses which its source weighs, over its part of all rows."""
+    num_rows, weight = sum(len(x.labels_N) for x in sources), sum(x.weight for x in sources)
+    return np.concatenate(
+        [
+            np.full(len(x.labels_N), (x.weight / weight) * (num_rows / len(x.labels_N)), np.float32)
+            for x in sources
+        ]
+    )
+
+
+def by_chance(spec: CoresetSpec, groups_N: NDArray[np.int64], num_picks: int, *, number: int) -> Choice:
+    """Choice of that number: rows of each group drawn evenly."""
+    return choose_by_chance(groups_N, num_picks, seed=rng.key(spec.seed, "coreset", number))
 
 
 def _by_cover(
-    spec: CoresetSpec, x_ND: NDArray[np.float32], labels_N: NDArray[np.int64], num_picks: int
+    spec: CoresetSpec, x: Sequence[NDArray[np.float32]], groups_N: NDArray[np.int64], num_picks: int
 ) -> Choice:
-    num_bytes = 8 * x_ND.size
+    num_bytes = 8 * sum(x_ND.size for x_ND in x)
     if num_bytes > MOST_FEATURE_BYTES:
         most = format_bytes(MOST_FEATURE_BYTES)
         hint = f"rows take {format_bytes(num_bytes)} in float64, more than {most}: give random, or fewer rows"
         raise UserError("data.coreset.method", spec.method, hint)
-    return choose_coreset(vectors(x_ND), labels_N, num_picks, form=Greedy(spec.greedy), seed=spec.seed)
+    return choose_coreset(
+        vectors(np.concatenate(x)), groups_N, num_picks, form=Greedy(spec.greedy), seed=spec.seed
+    )
 
 
 def _meanwhile(compute: Callable[[], Choice]) -> Choice:

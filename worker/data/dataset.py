@@ -25,7 +25,7 @@ from skein.errors import LocalError, UserError
 from skein.model.layers import AnyModel, LabelledShape
 from skein.storage.roots import EVERYTHING, Roots
 from worker.data.cache import TokenCache
-from worker.data.coreset import NO_ROW, Coreset, Drawing, coreset_of
+from worker.data.coreset import NO_ROW, Coreset, Drawing, SourceRows, coreset_of
 from worker.data.labelled import LabelledSamples, open_labelled
 from worker.data.samples import Integers, SampleWindows
 from worker.data.text import SourceOpening, open_source, open_tokens
@@ -94,17 +94,14 @@ class Dataset:
         at = [int(position) for position in positions]
         places = self.coreset.places(at, drawing)
         warm = np.flatnonzero(places.rows == NO_ROW).tolist()
-        picks = self._picks(np.maximum(places.rows, 0).tolist())
+        picks = self.selection.train_rows(np.maximum(places.rows, 0).tolist())
         for place, pick in zip(warm, self.selection.train_many([at[x] for x in warm]), strict=True):
             picks[place] = pick
         return replace(self._batch(picks), weights=places.weights)
 
-    def _picks(self, rows: Sequence[int]) -> list[Pick]:
-        return [Pick(source=0, sample=sample) for sample in self.selection.splits[0].train(rows).tolist()]
-
     def row_batch(self, rows: Sequence[int]) -> Batch:
         """Training samples by their number, from 0: what is chosen of."""
-        return self._batch(self._picks(rows))
+        return self._batch(self.selection.train_rows(rows))
 
     def validation_batch(self, positions: Sequence[int]) -> Batch:
         """The validation samples at `positions`: the same ones for the life of the job.
@@ -229,16 +226,13 @@ def _open_labelled(source: SourceSpec, shape: LabelledShape, field: str, roots: 
 def _chosen(
     data: DataSpec, sources: Sequence[Samples], selection: Selection, batch: BatchSpec | None, seed: int
 ) -> Coreset:
-    source, split = sources[0], selection.splits[0]
-    assert isinstance(source, LabelledSamples), "only samples with labels are chosen of"
-    rows = split.train(range(split.num_train))
-    return coreset_of(
-        data.coreset,
-        source.samples[rows].reshape(len(rows), -1),
-        source.labels[rows],
-        batch_samples=None if batch is None else batch.samples,
-        seed=seed,
-    )
+    found: list[SourceRows] = []
+    for spec, source, split in zip(data.sources, sources, selection.splits, strict=False):
+        assert isinstance(source, LabelledSamples), "only samples with labels are chosen of"
+        rows = split.train(range(split.num_train))
+        x_ND = source.samples[rows].reshape(len(rows), -1)
+        found.append(SourceRows(x_ND=x_ND, labels_N=source.labels[rows], weight=spec.weight))
+    return coreset_of(data.coreset, found, batch_samples=None if batch is None else batch.samples, seed=seed)
 
 
 def _fingerprint(sources: Sequence[Samples], selection: Selection, coreset: Coreset | None) -> str:

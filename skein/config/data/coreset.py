@@ -29,7 +29,8 @@ class CoresetSpec(Spec):
     """Numbers that `craig` compares rows by: gradients at the model's last layer, or its logits, when a choice is made;
     or those of the rows themselves, once. Take inputs for convex models, such as `mlp` without widths."""
     group_by: Literal["label", "source"] = "label"
-    """Rows stand for others of their class, or for any of their source. Take source where classes are many."""
+    """Rows stand for others of their class and source, or for any of their source. Take source where classes are
+    many."""
     greedy: Literal["auto", "exact", "stochastic", "partitioned"] = "auto"
     """Way in which `craig` looks for rows; `auto`: exactly up to 5,000 rows of a group, by samples up to 50,000, else
     in parts of 500."""

@@ -36,9 +36,11 @@ class DataSpec(Spec):
         if self.validation and self.validation_ratio:
             hint = "sources of their own validate, so nothing is held out: leave one of the two away"
             raise UserError("validation_ratio", self.validation_ratio, hint)
-        if self.coreset.chooses and len(self.sources) > 1:
-            hint = f"rows are chosen of one source, here are {len(self.sources)}: give one, or method: none"
-            raise UserError("coreset.method", self.coreset.method, hint)
+        if self.coreset.follows_model and len(self.sources) > 1:
+            hint = f"choices by the model are made of one source, here are {len(self.sources)}"
+            raise UserError(
+                "coreset.feature", self.coreset.feature, f"{hint}: give inputs, or method: random"
+            )
         if self.separator is not None and not self.has_text:
             hint = "no source is text, and token ids have their separators already: leave it away"
             raise UserError("separator", self.separator, hint)

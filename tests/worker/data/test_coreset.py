@@ -173,10 +173,48 @@ def test_more_rows_than_memory_may_compare_are_refused_and_drawn_all_the_same(
     assert opened(source, method="random").coreset is not None
 
 
-def test_only_one_source_of_samples_with_labels_is_chosen_of(source: ArraysSource) -> None:
+@METHODS
+@pytest.mark.parametrize("group_by", ["label", "source"])
+def test_rows_of_several_sources_are_chosen_apart_and_weigh_what_their_source_does(
+    source: ArraysSource, tmp_path: Path, method: str, group_by: str
+) -> None:
+    # 50 rows more, of two classes, that weigh three times as much as the 200.
+    x, y = np.ones((50, 3)) * np.arange(50)[:, None], np.repeat([0, 2], [40, 10])
+    np.savez(tmp_path / "others.npz", x=x, y=y)
+    others = ArraysSource(format="arrays", path=str(tmp_path / "others.npz"), weight=3.0)
+    spec = CoresetSpec.model_validate(
+        {"fraction": 0.2, "feature": "inputs", "method": method, "group_by": group_by}
+    )
+    data = DataSpec(sources=(source, others), validation_ratio=0.0, coreset=spec)
+    dataset = open_dataset(data, MODEL, seed=3)
+    batch = dataset.train_batch(range(50))
+    assert batch.weights is not None
+    is_other = (batch.inputs[:, :1] == batch.inputs).all(axis=1)
+    assert is_other.sum() == 10
+    assert batch.weights[is_other].sum() == pytest.approx(0.75 * 50, rel=1e-6)
+    assert batch.weights.sum() == pytest.approx(50, rel=1e-6)
+    if group_by == "label":
+        for own, of in ((is_other, y), (~is_other, CLASSES)):
+            shares = np.bincount(batch.labels[own], batch.weights[own], 3) / batch.weights[own].sum()
+            assert shares == pytest.approx(np.bincount(of, minlength=3) / len(of), rel=1e-6)
+    # Rows by number are each the sample that its place in a batch has.
+    everything = dataset.row_batch(range(250))
+    assert Counter(everything.labels.tolist()) == Counter([*CLASSES.tolist(), *y.tolist()])
+    assert len(np.unique(everything.inputs, axis=0)) == 250
+
+
+def test_fewer_picks_than_classes_of_all_sources_are_refused(source: ArraysSource) -> None:
+    spec = CoresetSpec(method="random", fraction=0.01)
+    with pytest.raises(UserError, match="4 of 400 rows are fewer than 6 classes of 2 sources: give at least"):
+        open_dataset(DataSpec(sources=(source, source), validation_ratio=0.0, coreset=spec), MODEL, seed=3)
+
+
+def test_choices_by_the_model_are_of_one_source_and_none_is_of_language(source: ArraysSource) -> None:
+    with pytest.raises(
+        ValidationError, match=r"made of one source, here are 2: give inputs, or method: random"
+    ):
+        DataSpec(sources=(source, source), coreset=CoresetSpec(method="craig"))
     chosen = CoresetSpec(method="random")
-    with pytest.raises(ValidationError, match="rows are chosen of one source, here are 2: give one"):
-        DataSpec(sources=(source, source), coreset=chosen)
     text = DataSpec(sources=(TextSource(path="/books"),), coreset=chosen)
     model = LlamaModel(shape=LlamaShape())
     with pytest.raises(
