@@ -136,11 +136,16 @@ WRONG_VALUES = {
             f"by router: expert_choice {EVEN}",
             "router: sigmoid, temperature: 0.1": "temperature: 0.1: "
             "it belongs to router: xmoe, and this is sigmoid: leave it out",
+            "router: sigmoid, noise: 1": "noise: 1.0: "
+            "it belongs to router: gshard, and this is sigmoid: leave it out",
+            "router: gshard, noise: 0": "noise: 0: give a number above 0 and at most 100, or null",
             "slots: 2": "slots: 2: it belongs to router: softmoe, and this is softmax_topk: leave it out",
         }.items()
     },
     "model={family: mixtral, init_from: /x, routing: {router: sigmoid}}": "model.routing.router: 'sigmoid': "
     "transformers has no such router, so neither init_from nor exports have: give softmax_topk for them",
+    "model={family: mixtral, init_from: /x, routing: {router: gshard, noise: 1}}": "model.routing.noise: 1.0: "
+    "transformers has no noise on scores, so neither init_from nor exports have: leave it out for them",
     "model={family: mixtral, shape: {num_experts_per_tok: 9}}": "model.shape.num_experts_per_tok: 9: "
     "there are 8 experts: give at most so many",
     "model.shape.hidden_size=7": "model.shape.hidden_size: 7: give a whole number from 8 to 65536",

@@ -217,6 +217,34 @@ def built(text: FilePath, labs: list[Lab]) -> Callable[..., Unlike]:
     return make
 
 
+NOISY = RoutingSpec(router=RouterKind.GSHARD, noise=1.0, balance_coefficient=0.5)
+
+
+def test_whoever_computes_again_draws_the_noise_of_the_first_one(text: FilePath, labs: list[Lab]) -> None:
+    labs.append(Lab(sparse_job(text, stages=2, replicas=2, num_chosen=2, routing=NOISY)))
+    lab = Stoppable(labs[-1])
+    lab.begin(random.Random(0))
+    lab.run()
+    wanted = lab.sums()
+    for most in range(4, num_ops(lab.plan), 4):
+        lab.begin(random.Random(most))
+        lab.run(most)
+        lab.halfway.lose([lab.plan.workers[most % len(lab.plan.workers)]])
+        lab.go_on()
+        # Float64 sums of a few microbatches in another order.
+        assert difference(lab.sums(), wanted) < 1e-12
+
+
+def test_noise_is_drawn_alike_in_any_cut(text: FilePath, labs: list[Lab]) -> None:
+    jobs = [sparse_job(text, stages=stages, num_chosen=2, routing=NOISY) for stages in (1, 2, 4)]
+    quiet = NOISY.model_copy(update={"noise": 1e-3})
+    labs += [Lab(job) for job in (*jobs, sparse_job(text, stages=1, num_chosen=2, routing=quiet))]
+    wanted, *found, other = ([lab.step(step).loss for step in range(3)] for lab in labs)
+    for losses in found:
+        assert losses == pytest.approx(wanted, rel=1e-10)
+    assert other != pytest.approx(wanted, rel=1e-4)
+
+
 CASES = [
     (RouterKind.SOFTMAX_TOPK, Layout.LINE, False),
     (RouterKind.SIGMOID, Layout.LOOP, True),

@@ -211,7 +211,7 @@ class DeviceShare:
         share.pieces, share.num_tokens = asked.pieces, asked.num_tokens
         with (
             torch.set_grad_enabled(asked.ticket is not None),
-            stage.junction.visited(asked.num_valid, tensors.get(CHOICES)) as microbatch,
+            stage.junction.visited(asked.num_valid, tensors.get(CHOICES), asked.luck) as microbatch,
         ):
             if asked.ticket is not None:
                 given = given.followed(is_sample=not asked.follows)

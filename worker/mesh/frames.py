@@ -80,7 +80,8 @@ class VisitAsk(Spec):
 
     What the way back needs is kept under `ticket`; None: nothing is. `follows`: the input gets a gradient. `num_valid`:
     tokens of the microbatch that have a label, for experts; None: outside of training. `num_tokens`: of a sequence,
-    without what pads it. `pieces`: those in which rows go to experts, and their gradients on the way back.
+    without what pads it. `luck`: seed of noise on scores; None: there is none. `pieces`: those in which rows go to
+    experts, and their gradients on the way back.
     """
 
     kind: Literal["visit"] = "visit"
@@ -90,6 +91,7 @@ class VisitAsk(Spec):
     scores: bool
     num_valid: int | None
     num_tokens: int
+    luck: int | None = None
     pieces: Pieces = Pieces()
 
 

@@ -170,6 +170,7 @@ class MeshStage:
             scores=scores,
             num_valid=None if microbatch is None else microbatch.num_valid,
             num_tokens=given.hidden.shape[1],
+            luck=None if microbatch is None else microbatch.luck,
             pieces=pieces,
         )
         answers = self._mesh.ask_each([(asked, part) for part in boundary.cut(sent)])

@@ -91,7 +91,7 @@ class Stage(nn.Module, ABC):
         self.precision = precision
         self.num_layers = num_layers
         self.tray = Tray()
-        self.junction = Junction()
+        self.junction = Junction(max(0, stage.first - model.inner_layers.start))
 
     @property
     def has_head(self) -> bool:

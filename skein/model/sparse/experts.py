@@ -71,6 +71,11 @@ class Experts:
         }
 
     @property
+    def num_scores(self) -> int:
+        """Numbers that the router makes of each token."""
+        return list(self.router_matrices().values())[-1][0]
+
+    @property
     def num_slots(self) -> int:
         """Slots of all experts together, where they take mixtures."""
         return self.num_experts * self.routing.num_slots
@@ -152,6 +157,8 @@ class Experts:
         routed = chances + self.num_chosen * (3 * INDEX_BYTES + word)
         routed += chances if routing.balance_coefficient and not row.weighs_by_chances else 0
         routed += (self.num_chosen + 1) * word if self.divides_weights else 0
+        # What was drawn, and all that the router makes.
+        routed += (self.num_experts + self.num_scores) * word if self.routing.noise is not None else 0
         return routed + ((self._num_compared + 1) * word if self._num_compared else 0)
 
     def pending_bytes(self, precision: Precision) -> int:

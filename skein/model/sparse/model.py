@@ -29,30 +29,33 @@ class SparseModel(DecoderModel):
     @model_validator(mode="after")
     def _check_begins_alike(self) -> Self:
         if self.init_from is not None:
-            self._check_known_outside("routing.router")
+            self._check_known_outside("routing")
         return self
 
     def begun(self, config: Mapping[str, object]) -> Self:
         made = super().begun(config)
-        made._check_known_outside("model.routing.router")
+        made._check_known_outside("model.routing")
         return made
 
     def hugging_face(self) -> dict[str, object]:
-        self._check_known_outside("model.routing.router")
+        self._check_known_outside("model.routing")
         return super().hugging_face()
 
     def _check_known_outside(self, field: str) -> None:
         """
         Raises:
-            UserError: transformers routes otherwise; `field` names the router.
+            UserError: transformers routes otherwise; `field` names the routing.
         """
-        router = self.routing.router
+        router, noise = self.routing.router, self.routing.noise
+        if noise is not None:
+            hint = "transformers has no noise on scores, so neither init_from nor exports have: leave it out for them"
+            raise UserError(f"{field}.noise", noise, hint)
         is_known = router.row.is_exportable
         if is_known and router.row.always_divides and (self.shape is not None or self.preset is not None):
             is_known = self.experts.is_normalised
         if not is_known:
             hint = "transformers has no such router, so neither init_from nor exports have: give softmax_topk for them"
-            raise UserError(field, router.value, hint)
+            raise UserError(f"{field}.router", router.value, hint)
 
     @property
     def experts(self) -> Experts:

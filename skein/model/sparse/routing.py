@@ -52,6 +52,11 @@ def _projected(routing: "RoutingSpec", num_experts: int, num_features: int) -> M
     return {"gate.projection": (num_projected, num_features), "gate.experts": (num_experts, num_projected)}
 
 
+def _noisy(routing: "RoutingSpec", num_experts: int, num_features: int) -> Matrices:
+    """Rows that score tokens, and where scores have noise as many for how much each has."""
+    return {"gate": (num_experts * (1 if routing.noise is None else 2), num_features)}
+
+
 def _slots(routing: "RoutingSpec", num_experts: int, num_features: int) -> Matrices:
     return {"gate": (num_experts * routing.num_slots, num_features)}
 
@@ -81,7 +86,13 @@ class RouterRow:
 ROUTERS: Mapping[RouterKind, RouterRow] = MappingProxyType(
     {
         RouterKind.SOFTMAX_TOPK: RouterRow(is_exportable=True),
-        RouterKind.GSHARD: RouterRow(weighs_by_chances=False, is_exportable=True, always_divides=True),
+        RouterKind.GSHARD: RouterRow(
+            weighs_by_chances=False,
+            is_exportable=True,
+            always_divides=True,
+            own_settings=("noise",),
+            matrices=_noisy,
+        ),
         RouterKind.SIGMOID: RouterRow(weighs_by_chances=False),
         RouterKind.XMOE: RouterRow(own_settings=("projection", "temperature"), matrices=_projected),
         RouterKind.EXPERT_CHOICE: RouterRow(tokens_choose=False, looks_ahead=True),
@@ -107,6 +118,9 @@ class RoutingSpec(Spec):
     them. Give 1 to 2 where the busiest expert of a microbatch takes too much time or memory."""
     drop: DropOrder = DropOrder.CHOICE_MAJOR
     """Choices that go first where there is a `capacity`; what comes after is dropped, and adds nothing."""
+    noise: Annotated[float, Field(gt=0, le=100)] | None = None
+    """Factor of the noise on gshard's scores in training, of which the router learns how much each expert's has; null:
+    none. Give 1 if few experts take most tokens though a balance loss counts."""
     projection: Annotated[int, Field(ge=1, le=65_536)] | None = None
     """Features in which xmoe compares tokens with experts; null: half as many as there are experts."""
     temperature: Annotated[float, Field(gt=0, le=100)] | None = None

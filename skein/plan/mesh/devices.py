@@ -163,7 +163,7 @@ class _Ends:
         if experts is None or experts.mixes_tokens:
             return summed
         if self.form.in_sequence:
-            return experts.num_experts * precision.word_bytes
+            return experts.num_scores * precision.word_bytes
         return experts.num_features * (precision.word_bytes + precision.product_bytes)
 
 

@@ -62,6 +62,11 @@ def routed(kind: RouterKind) -> SparseModel:
     return mixtral().model_copy(update={"routing": routing})
 
 
+def noisy() -> SparseModel:
+    routing = RoutingSpec(router=RouterKind.GSHARD, noise=1.0, balance_coefficient=0.5, capacity=1.0)
+    return mixtral().model_copy(update={"routing": routing})
+
+
 def qwen() -> SparseModel:
     shape = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": False}
     return Qwen3MoeModel(
@@ -83,6 +88,7 @@ MODELS: dict[str, SparseModel] = {
     "top 1, room for 1": mixtral(num_chosen=1, capacity=1.0),
     **{f"top 2, room for 1, {order}": mixtral(capacity=1.0, drop=order) for order in DropOrder},
     **{str(kind): routed(kind) for kind in RouterKind if kind is not RouterKind.SOFTMAX_TOPK},
+    "gshard, noise": noisy(),
 }
 
 
@@ -111,7 +117,7 @@ def in_pieces(mesh: Mesh, forward: int, backward: int, num_summed: int = 0) -> I
 
 
 def trained(stage: MeshStage | Stage, x: Tensor, labels: Tensor) -> Trained:
-    with stage.junction.visited(NUM_VALID) as microbatch:
+    with stage.junction.visited(NUM_VALID, luck=7) as microbatch:
         loss, _ = stage.score(Crossing(x), labels)
     torch.autograd.backward(loss)
     return Trained(loss.detach(), microbatch)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.experts import PlainExperts
+from bench.experts import PlainExperts, fed
 from skein.model.families.mixtral import MixtralModel, MixtralShape
 from skein.model.layers import layers_of
 from skein.model.sparse.experts import Experts
 from skein.model.sparse.routing import DropOrder, RouterKind, RoutingSpec
+from skein.rng import stream
 from skein.types import Precision
 from tests.worker.model.builders import NUM_TOKENS, assert_near, part, samples
 from tests.worker.model.test_costs import NUM_SAMPLES, cost, counter, inputs, kept_bytes, run
@@ -21,6 +22,7 @@ from worker.model.base import Crossing, Labels, Stage
 from worker.model.pending import add_up, held_bytes
 from worker.model.sparse.choosing import slots_of
 from worker.model.sparse.junction import Junction
+from worker.model.sparse.layer import SparseMlp
 from worker.model.sparse.routers import ROUTES, ChosenWay, Routed
 from worker.model.sparse.rows import slices_of
 
@@ -186,6 +188,52 @@ def test_results_gradients_and_balance_losses_are_those_of_plain_torch(
     both(experts, is_split=is_split)
 
 
+LUCK, FIRST_LAYER = 11, 3
+
+
+def noisily_fed(module: SparseMlp, x_ND: Tensor, noise: float) -> Tensor:
+    """Noisy gshard by plain torch, token by token."""
+    num_experts = module.sizes.num_experts
+    drawn = stream(LUCK, FIRST_LAYER).standard_normal((len(x_ND), num_experts))
+    rows = []
+    for x_D, numbers in zip(x_ND, torch.from_numpy(drawn), strict=True):
+        scores, scales = (module.get_parameter("gate.weight") @ x_D).split(num_experts)
+        best, choices = (scores + noise * numbers * torch.log1p(scales.exp())).topk(module.sizes.num_chosen)
+        made = [fed(module, expert, x_D[None])[0] for expert in choices.tolist()]
+        rows.append(sum(w * y for w, y in zip(best.softmax(0), made, strict=True)))
+    return torch.stack(rows)
+
+
+def test_noise_on_scores_is_that_of_the_definition_and_belongs_to_the_microbatch_and_the_layer() -> None:
+    module, other = (sparse(experts_of(RouterKind.GSHARD, noise=2.0)) for _ in range(2))
+    x, same = (tokens().requires_grad_() for _ in range(2))
+    module.junction = Junction(FIRST_LAYER)
+    with module.junction.visited(4, luck=LUCK) as visit:
+        y = module(x)
+    wanted = noisily_fed(other, same.flatten(0, -2), noise=2.0).view(same.shape)
+    assert_near(y.detach(), wanted.detach(), tolerance=1e-10)
+    torch.autograd.backward([y, wanted], [wanted.detach()] * 2)
+    assert same.grad is not None
+    assert_near(x.grad, same.grad, tolerance=ROUNDING)
+    for name, gradient in gradients(module).items():
+        assert_near(gradient, gradients(other)[name], tolerance=ROUNDING, what=name)
+    made = visit.choices
+    assert made is not None
+    for layer, luck in ((FIRST_LAYER, LUCK + 1), (FIRST_LAYER + 1, LUCK)):
+        module.junction = Junction(layer)
+        with module.junction.visited(4, luck=luck) as another:
+            module(x)
+        assert another.choices is not None
+        assert not torch.equal(another.choices, made)
+    # What is exported has none.
+    silent = sparse(experts_of(RouterKind.GSHARD))
+    with torch.no_grad():
+        silent.get_parameter("gate.weight").copy_(module.get_parameter("gate.weight")[: len(silent.experts)])
+        for name, parameter in silent.experts.named_parameters():
+            parameter.copy_(module.experts.get_parameter(name))
+        assert torch.equal(module(x), silent(x))
+
+
 Step = tuple[float, float, float]
 """Loss, gradient norm and balance loss, of all tokens together."""
 
@@ -271,23 +319,31 @@ def test_only_the_routers_that_say_so_let_later_tokens_change_an_earlier_one(kin
 
 
 @pytest.mark.parametrize("precision", Precision)
-@pytest.mark.parametrize("kind", RouterKind)
-def test_costs_are_those_that_torch_counts(kind: RouterKind, precision: Precision) -> None:
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        *((kind, {"slots": 2} if kind is RouterKind.SOFTMOE else {}) for kind in RouterKind),
+        (RouterKind.GSHARD, {"noise": 1.0}),
+    ],
+)
+def test_costs_are_those_that_torch_counts(
+    kind: RouterKind, own: dict[str, object], precision: Precision
+) -> None:
     pull = {"balance_coefficient": 0.1} if kind.row.tokens_choose else {}
-    settings = {"slots": 2} if kind is RouterKind.SOFTMOE else pull
+    settings = own | pull
     model = MixtralModel(shape=MixtralShape.model_validate(SIZES), routing=routing(kind, **settings))
     # Slots are counted for each sample, though a microbatch has them once.
     stage = part(model, 1, 2, precision=precision)
     x, labels = inputs(model, 1, precision)
     x = x[: 1 if kind.row.mixes_tokens else NUM_SAMPLES].detach().clone().requires_grad_()
     expected = cost(model, 1, 2, precision)
-    with stage.junction.visited(NUM_TOKENS):
+    with stage.junction.visited(NUM_TOKENS, luck=LUCK):
         # Once for a microbatch: how much each expert is pulled at.
         assert (
             kept_bytes(stage, x, labels)
             == len(x) * expected.activation_bytes + len(pull) * 4 * precision.word_bytes
         )
-    with stage.junction.visited(NUM_TOKENS), counter() as forward:
+    with stage.junction.visited(NUM_TOKENS, luck=LUCK), counter() as forward:
         result = run(stage, x, labels)
     with counter() as backward:
         pending = stage.put_aside([result])

@@ -31,6 +31,7 @@ from skein.protocol.worker.ops import (
     hop_key,
     outputs_of,
 )
+from skein.rng import key
 from skein.types import ChunkRef
 from worker.compute.chunk import Chunk
 from worker.compute.holding import Holding
@@ -128,7 +129,10 @@ class Visiting:
             labels = self._samples(op)[1]
         classes = None if labels is None else labels.labels
         routed = self._routed(op, given)
-        with self._functions(op) as module, module.junction.visited(num_valid, routed) as visit:
+        with (
+            self._functions(op) as module,
+            module.junction.visited(num_valid, routed, self._luck(op)) as visit,
+        ):
             if op.phase.keeps_graph:
                 y = module.onward(x.followed(is_sample=op.operand is None), classes)
             else:
@@ -149,6 +153,12 @@ class Visiting:
             labels = None
         tensors = crossing(y.detached(), num_valid, labels) | tensor_if_any(CHOICES, visit.choices)
         return Visited(outcome=visit.balance, outputs=self._given(op, tensors))
+
+    def _luck(self, op: VisitOp) -> int | None:
+        """Seed of noise on scores, which whoever visits with this microbatch draws alike; None: there is none."""
+        job = self._holding.job
+        has_luck = op.phase.trains and job.model.has_experts
+        return key(job.seed, "routing", op.step, op.microbatch) if has_luck else None
 
     def _tell_routed(self, op: VisitOp, visit: RoutedMicrobatch) -> None:
         """Note how many choices of a microbatch went to each expert; of one that is made once more, not again."""
@@ -179,7 +189,7 @@ class Visiting:
                 scored = loss_at_end(op, self._chunk(op.chunk), x, labels, self._holding.job, self._traits)
             return Visited(outcome=scored)
         module = self._chunk(op.chunk).functions
-        with module.junction.visited(given.num_valid, self._routed(op, given)) as visit:
+        with module.junction.visited(given.num_valid, self._routed(op, given), self._luck(op)) as visit:
             followed = x.followed(is_sample=op.operand is None)
             total, num_valid = module.score(followed, labels.labels, labels.weights)
         self._tell_routed(op, visit)
@@ -230,7 +240,7 @@ class Visiting:
         if told is None or passage.choices is None or torch.equal(told, passage.choices):
             return passage, None
         module = self._chunk(op.chunk).functions
-        with module.junction.visited(passage.num_valid, told) as visit:
+        with module.junction.visited(passage.num_valid, told, self._luck(op)) as visit:
             made = module.onward(passage.given, passage.classes)
         return replace(passage, made=made, choices=visit.choices), visit.balance
 

@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 from skein.model.sparse.choices import Choices
 from skein.protocol.messages.reports import Balance
+from skein.rng import stream
 from worker.model.sparse.choosing import near_ties
 
 
@@ -30,6 +31,8 @@ class RoutedMicrobatch:
     """Choices of all layers that found their expert full."""
     counts: list[tuple[int, ...]] = field(default_factory=list)
     """Choices of each expert, layer by layer, those that are dropped too."""
+    luck: int | None = None
+    """Seed of noise on its scores, of the microbatch whoever routes it; None: there is none."""
     told: Tensor | None = None
     """Choices of all layers as they were made elsewhere, which hold; None: each layer makes its own."""
     made: list[Tensor] = field(default_factory=list)
@@ -54,9 +57,14 @@ class RoutedMicrobatch:
 
 
 class Junction:
-    """Place where the routers of one stage find the microbatch that goes through them."""
+    """Place where the routers of one stage find the microbatch that goes through them.
 
-    def __init__(self) -> None:
+    Args:
+        first_layer: number of the stage's first layer of experts among those of the model.
+    """
+
+    def __init__(self, first_layer: int = 0) -> None:
+        self._first_layer = first_layer
         self._visit: RoutedMicrobatch | None = None
 
     @property
@@ -65,13 +73,15 @@ class Junction:
         return self._visit
 
     @contextmanager
-    def visited(self, num_valid: int | None, told: Tensor | None = None) -> Iterator[RoutedMicrobatch]:
+    def visited(
+        self, num_valid: int | None, told: Tensor | None = None, luck: int | None = None
+    ) -> Iterator[RoutedMicrobatch]:
         """Visit of a microbatch with so many valid tokens until the end of the block; None: outside of training.
 
-        `told` are the choices of a visit before, elsewhere, which this one repeats.
+        `told` are the choices of a visit before, elsewhere, which this one repeats; `luck` is what noise is drawn by.
         """
         assert self._visit is None, "a forward runs within another one"
-        self._visit = RoutedMicrobatch(num_valid=num_valid, losses=[], told=told)
+        self._visit = RoutedMicrobatch(num_valid=num_valid, losses=[], told=told, luck=luck)
         try:
             yield self._visit
         finally:
@@ -81,6 +91,14 @@ class Junction:
     def is_training(self) -> bool:
         """Whether what goes through the stage now trains it."""
         return self._visit is not None and self._visit.num_valid is not None
+
+    def drawn(self, like_NE: Tensor) -> Tensor:
+        """Standard normal numbers for a layer's scores: of a microbatch and layer the same, wherever they are drawn."""
+        visit = self._visit
+        assert visit is not None, "noise belongs to training"
+        assert visit.luck is not None, "noise without a seed"
+        layer = self._first_layer + len(visit.made)
+        return torch.from_numpy(stream(visit.luck, layer).standard_normal(like_NE.shape)).to(like_NE)
 
     def settled(self, choices: Tensor, scores: Tensor, form: Choices) -> Tensor:
         """Choices of a layer that hold: those that it makes, unless it was told others that are as good.

@@ -6,7 +6,7 @@ over experts. Of equal scores the lower expert comes first, and of equal tokens 
 | router | chosen | weight |
 |---|---|---|
 | softmax_topk | each token's K largest P | P, divided by their sum if the family says so |
-| gshard | each token's K largest scores | softmax over the chosen scores |
+| gshard | each token's K largest scores, with noise in training if asked for | softmax over the chosen scores |
 | sigmoid | each token's K largest scores | logistic function of the score |
 | xmoe | each token's K largest cosines | P |
 | expert_choice | each expert's ceil(K N / E) tokens of the largest P | P |
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
+from torch.nn import functional
 
 from skein.model.sparse.experts import Experts
 from skein.model.sparse.routing import RouterKind
@@ -169,7 +170,8 @@ def _softmax_topk(scores_NE: Tensor, experts: Experts, junction: Junction) -> Ro
     return _chosen(choices_NK, weights_NK, experts, junction)
 
 
-def _gshard(scores_NE: Tensor, experts: Experts, junction: Junction) -> Routed:
+def _gshard(scores: Tensor, experts: Experts, junction: Junction) -> Routed:
+    scores_NE = _noised(scores, experts, junction)
     choices_NK = _likeliest(scores_NE, experts, junction)
     weights_NK = scores_NE.gather(-1, choices_NK).softmax(-1)
     weights_NK = _balanced_beside(weights_NK, scores_NE, choices_NK, experts, junction)
@@ -212,6 +214,20 @@ ROUTES: Mapping[RouterKind, Router] = MappingProxyType(
         RouterKind.SOFTMOE: _softmoe,
     }
 )
+
+
+def _noised(scores: Tensor, experts: Experts, junction: Junction) -> Tensor:
+    """Scores of experts (N, E): with noise, each comes with a number that says how much; none outside of training.
+
+    Source: Shazeer et al., Outrageously Large Neural Networks, 2017, Eq. 4.
+    """
+    noise = experts.routing.noise
+    if noise is None:
+        return scores
+    scores_NE, scales_NE = scores.chunk(2, -1)
+    if not junction.is_training:
+        return scores_NE
+    return scores_NE + functional.softplus(scales_NE) * junction.drawn(scores_NE).mul_(noise)
 
 
 # --- parts of several ---
