@@ -152,7 +152,7 @@ async def trained(job: JobSpec, fatal: int | None) -> tuple[list[float], Course]
 @pytest.fixture
 def ignored(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Lets routers choose for themselves, whatever they are told."""
-    own: Callable[..., Tensor] = lambda _junction, choices, _form: choices  # noqa: E731
+    own: Callable[..., Tensor] = lambda _junction, choices, _scores, _form: choices  # noqa: E731
     return lambda: monkeypatch.setattr(Junction, "settled", own)
 
 
