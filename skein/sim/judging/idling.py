@@ -51,13 +51,15 @@ class Idling:
 
 
 def _idle(coordinator: Coordinator) -> frozenset[WorkerId]:
-    """Workers that are in no plan, nor with a run that has none yet, or is about to have another.
+    """Workers that are in no plan, nor with a run that has none yet, or is about to have another, or to end.
 
-    Such a run may hold its plan back for who was lost: what it has meanwhile is its gang.
+    Such a run may hold its plan back for who was lost, or wait until a store takes what it has come to: what it has
+    meanwhile is its gang.
     """
     live = {worker for worker, entry in coordinator.membership.live.items() if not entry.is_leaving}
     for run in coordinator.view.runs.values():
-        used = None if run.state is JobState.PLANNING else run.plan
+        is_ending = run.job.halt is not None or run.job.version >= run.job.total_steps
+        used = None if run.state is JobState.PLANNING or is_ending else run.plan
         live -= set(run.crew if used is None else used.workers)
     return frozenset(live)
 
