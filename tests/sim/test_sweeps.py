@@ -1,5 +1,7 @@
 """Sweeps in a simulated world: every trial comes to what its job comes to alone, whatever dies meanwhile."""
 
+from dataclasses import replace
+
 import pytest
 
 from skein.config.job import JobSpec
@@ -77,6 +79,25 @@ def test_trials_that_may_be_rows_are_shared_out_among_all_workers() -> None:
     check(world)
     arrays = [x for x in of_kind(world.log, JobSubmitted) if x.sweep == SWEEP]
     assert [array.trials for array in arrays] == [(0, 1), (2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "rows", "reason"),
+    [(24 << 20, (3, 2), "5 trials: "), (2 << 20, (1, 1, 1), "small-1-a1 waits: stage 0 needs")],
+)
+def test_arrays_have_no_more_rows_than_a_worker_has_memory_for(
+    memory_bytes: int, rows: tuple[int, ...], reason: str
+) -> None:
+    asked = sweep("always")
+    assert asked.sweep is not None
+    asked = asked.model_copy(update={"sweep": asked.sweep.model_copy(update={"per_array": 5})})
+    fleet = replace(fleet_of(1), memory_bytes=memory_bytes)
+    world = make_world(asked, fleet, seed=0, new_world=with_arrays(World))
+    run_until(world, lambda world: world.clock.now > 4.0)
+    assert tuple(len(x.trials) for x in of_kind(world.log, JobSubmitted)[1:]) == rows
+    assert any("no worker has memory for more" in line for line in world.lines)
+    assert world.coordinator is not None
+    assert reason in world.coordinator.view.reason_of(SWEEP)
 
 
 def test_no_more_arrays_wait_than_workers_could_take() -> None:

@@ -99,6 +99,8 @@ class CoordinatorView:
             halted = (run for run in arrays if run.job.job in waiting)
             why = "".join(f"; {run.job.job}: {run.reason}" for run in islice(halted, 1))
             return f"to be {sweep.halt.state.value} when its arrays are saved ({sweep.halt.reason}){why}; {words}"
+        if stuck := [run for run in arrays if run.crew and run.state is JobState.PAUSED]:
+            return f"{words}; {stuck[0].job.job} waits: {stuck[0].reason}"
         if self.crew_of(sweep.job):
             return f"{words}; {counted(len(arrays), 'array')} at work"
         if not sweep.arrays:

@@ -29,6 +29,7 @@ from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed,
 from skein.protocol.membership.membership import Entry
 from skein.topology.fleet import Fleet
 from skein.types import DEFAULT_NAMESPACE, JobId, JobState, WorkerId
+from skein.units import counted
 
 _NUM_AHEAD = 2
 """Arrays that wait, so that a worker whose array has ended finds another."""
@@ -121,12 +122,16 @@ class Sweeps:
         self, sweep: JobHistory, stands: Sequence[TrialStand], first_step: int, last_step: int, *, now: float
     ) -> None:
         """Begin an array of these trials, or of the first of them if no worker has memory for all."""
+        num_wanted = len(stands)
         while True:
             spec = self._array(sweep, stands, first_step, last_step)
-            if len(stands) == 1 or asked_of(sweep).per_array is not None or self._fits(spec):
+            if len(stands) == 1 or self._fits(spec):
                 break
             stands = stands[: ceil(len(stands) / 2)]
         job = JobId(f"{sweep.job}-a{len(sweep.arrays) + 1}")
+        if len(stands) < num_wanted:
+            fewer = f"{job} has {counted(len(stands), 'row')} of {num_wanted}: no worker has memory for more"
+            self._out.log(fewer, job=sweep.job)
         submitted = JobSubmitted(
             job=job,
             key=job,
