@@ -315,7 +315,8 @@ async def _end_with(mesh: Mesh) -> None:
     Raises:
         MeshLostError: one is.
     """
-    raise await asyncio.wrap_future(mesh.processes.lost)
+    # A worker that is turned away asks once more: that this is cancelled must not cancel what it waits for.
+    raise await asyncio.shield(asyncio.wrap_future(mesh.processes.lost))
 
 
 def _measure_mesh(mesh: Mesh, _host: torch.device) -> Profile:

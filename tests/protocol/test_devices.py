@@ -3,12 +3,12 @@
 import pytest
 
 from skein.protocol.worker.mesh.losing import FAILED, NO_MEMORY, SUM_BROKEN, loss_of
-from skein.protocol.worker.mesh.patience import LEAST_PATIENCE_S, WARMING_S, DevicePatience
+from skein.protocol.worker.mesh.patience import LEAST_PATIENCE_S, NUM_KEPT, WARMING_S, DevicePatience
 
 DEVICES = ("cuda:0", "cuda:1", "cuda:2")
 
 
-def test_what_was_asked_before_is_waited_for_twice_the_longest_time_and_three_seconds_at_least() -> None:
+def test_what_was_asked_before_is_waited_for_twice_the_longest_of_late_and_some_seconds_at_least() -> None:
     patience = DevicePatience()
     assert patience.bound_s("forward") == WARMING_S
     patience.took("forward", 0.1)
@@ -17,6 +17,9 @@ def test_what_was_asked_before_is_waited_for_twice_the_longest_time_and_three_se
     patience.took("forward", 0.1)
     assert patience.bound_s("forward") == 8.0
     assert patience.bound_s("backward") == WARMING_S
+    for _ in range(NUM_KEPT):
+        patience.took("forward", 0.1)
+    assert patience.bound_s("forward") == LEAST_PATIENCE_S
 
 
 def test_an_answer_that_is_owed_for_as_long_as_any_op_is_waited_for_is_why_a_worker_is_turned_away() -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from skein.config.resources import Label
-from skein.protocol.messages.directives import Dismiss, Refused
+from skein.protocol.messages.directives import Dismiss, Measure, Refused
 from skein.protocol.messages.reports import Leaving
 from skein.types import SiteId
 from tests.worker.puppet import WAIT_S, WELCOME, listening, puppet
 from worker import __main__ as command_line
 from worker.daemon import DONE, FAILED, USAGE, WorkerOptions, run_worker
+from worker.mesh.mesh import Mesh
 from worker.telling.logs import LogTail, begin_worker_log
 
 
@@ -139,6 +141,45 @@ async def test_a_second_start_under_a_name_ends_itself_and_a_later_one_shows_the
                 assert await ended == DONE
             assert session.hello.host
     assert secrets[0] == secrets[1] != ""
+
+
+async def test_a_mesh_that_is_turned_away_while_a_device_owes_an_answer_comes_back_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meshes: list[Mesh] = []
+    reads: list[None] = []
+    is_asked = threading.Event()
+
+    def clock() -> float:
+        """Ten seconds more each time; devices are asked by the second."""
+        reads.append(None)
+        if len(reads) > 1:
+            is_asked.set()
+        return 10.0 * len(reads)
+
+    def made(devices: tuple[str, ...]) -> Mesh:
+        meshes.append(Mesh(devices, least_patience_s=0.0, clock=clock))
+        return meshes[-1]
+
+    monkeypatch.setattr("worker.process.Mesh", made)
+    async with puppet() as (coordinator, port):
+        options = WorkerOptions(join=f"127.0.0.1:{port}", name="w0", devices="cpu:2")
+        ended = asyncio.create_task(run_worker(options))
+        session = await coordinator.session()
+        frozen = meshes[0].processes.pids[1]
+        os.kill(frozen, signal.SIGSTOP)
+        await asyncio.to_thread(os.waitpid, frozen, os.WUNTRACED)
+        reads.clear()
+        is_asked.clear()
+        session.say(WELCOME, Measure())
+        assert await asyncio.to_thread(is_asked.wait, WAIT_S)
+        session.say(Refused(reason="an op has run for long"))
+        again = await coordinator.session()
+        assert (session.hello.profile.device, again.hello.profile.device) == ("cpu:2", "cpu")
+        assert again.hello.incarnation != session.hello.incarnation
+        again.say(WELCOME, Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
+        async with asyncio.timeout(WAIT_S):
+            assert await ended == DONE
 
 
 async def test_a_program_that_embeds_the_worker_may_change_its_setting() -> None:

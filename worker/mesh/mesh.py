@@ -222,7 +222,7 @@ class Mesh:
             answers.append((answer, given))
         self.traffic.counts.update(answers[0][0].collectives)
         self.traffic.elements.update(answers[0][0].elements)
-        self._patience.took(key, self._clock() - owed.began_s)
+        self._patience.took(key, self._owed_s(owed))
         self._owed = None
         return answers
 

@@ -1,9 +1,15 @@
 """DevicePatience with devices: what never ends is told from what takes long by how long its kind took before."""
 
+from collections import defaultdict, deque
 from collections.abc import Hashable
 
-LEAST_PATIENCE_S, PATIENCE_TIMES = 3.0, 2.0
-"""An op that takes so long, and so many times what it usually takes, never ends."""
+LEAST_PATIENCE_S, PATIENCE_TIMES = 2.5, 2.0
+"""Bounds beyond which an ask never ends: so long, and so many times the longest that its kind took lately.
+
+With the end of the processes, and the way of the news, the coordinator knows within 3 s.
+"""
+NUM_KEPT = 16
+"""Times of each kind that count: cold devices, and a machine that stood still, are forgotten."""
 WARMING_S = 120.0
 """The same for what was not asked before: devices warm up, and processes start."""
 
@@ -24,11 +30,11 @@ class DevicePatience:
 
     def __init__(self, *, least_s: float = LEAST_PATIENCE_S) -> None:
         self._least_s = least_s
-        self._longest_s: dict[Hashable, float] = {}
+        self._taken_s: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_KEPT))
 
     def bound_s(self, kind: Hashable) -> float:
         """Seconds after which what was asked never ends, without those for which others had the processors."""
-        usual_s = self._longest_s.get(kind)
+        usual_s = max(self._taken_s[kind], default=None)
         return WARMING_S if usual_s is None else max(self._least_s, PATIENCE_TIMES * usual_s)
 
     def is_hung(self, owed_s: float) -> bool:
@@ -39,6 +45,6 @@ class DevicePatience:
         return owed_s >= self._least_s
 
     def took(self, kind: Hashable, seconds: float) -> None:
-        """All devices have answered after so long."""
+        """All devices have answered after so long, without the time for which others had the processors."""
         if kind is not None:
-            self._longest_s[kind] = max(self._longest_s.get(kind, 0.0), seconds)
+            self._taken_s[kind].append(seconds)
