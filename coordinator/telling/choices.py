@@ -1,13 +1,18 @@
-"""Metrics of choices of rows along a run, all of them from records."""
+"""Choices of rows along a run as clients see them, and their metrics; all from records."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import Counter, Gauge
 
+from skein.protocol.log.choosing import choice_due_at
+from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import CoresetChosen
-from skein.types import JobId
+from skein.protocol.log.row_choices import choice_by_row
+from skein.types import JobId, Step
+from skein.wire.views import ChoiceStatus
 
 
 class ChoiceMetrics:
@@ -62,3 +67,40 @@ class ChoiceMetrics:
     def forget(self, job: JobId) -> None:
         """A job is shown no more."""
         self._seen_rows.pop(job, None)
+
+
+def choice_status(history: JobHistory) -> ChoiceStatus | None:
+    """The newest choice of rows along a job's run; None if it has none."""
+    if not history.chosen:
+        return None
+    chosen = history.chosen[-1]
+    # Of an array all that were made at the same time.
+    together = [x for x in history.chosen if x.version == chosen.version]
+    return replace(
+        _shown(chosen, since=chosen.version, until=choice_due_at(history)),
+        num_set_aside=sum(x.num_set_aside for x in together),
+        num_by_chance=sum(x.num_by_chance for x in together),
+        largest_weight=max(float(x.told.read().weights.max()) for x in together),
+        seconds=sum(x.seconds for x in together),
+    )
+
+
+def choice_of_row(array: JobHistory, row: int) -> ChoiceStatus | None:
+    """The choice that a row of an array draws by, told by its own steps; None if it has none."""
+    found = choice_by_row(array.chosen).get(row)
+    return None if found is None else _shown(found[0], since=found[1].since, until=found[1].until)
+
+
+def _shown(chosen: CoresetChosen, *, since: Step, until: Step | None) -> ChoiceStatus:
+    """A choice as clients see it, which holds from one step to another."""
+    return ChoiceStatus(
+        version=since,
+        num_picks=chosen.told.num_picks,
+        num_rows=chosen.num_rows,
+        num_set_aside=chosen.num_set_aside,
+        num_by_chance=chosen.num_by_chance,
+        largest_weight=float(chosen.told.read().weights.max()),
+        seconds=chosen.seconds,
+        overhead=chosen.overhead,
+        next_version=until,
+    )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from coordinator.records.journal import Journal
+from coordinator.telling.choices import choice_status
 from coordinator.telling.trials import brief_sweep_status, sweep_status
 from skein.config.job import JobSpec
 from skein.config.mesh.tensor import MOST_DEVICES
@@ -18,12 +19,10 @@ from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.coordinator.view import CoordinatorView, RunView
-from skein.protocol.log.choosing import choice_due_at
-from skein.protocol.log.history import JobHistory
 from skein.protocol.membership.membership import Entry
 from skein.topology.fleet import Fleet, Link
 from skein.types import Generation, JobId, StageIndex, WorkerId
-from skein.wire.views import ChoiceStatus, ChunkTimes, JobStatus, TransferTimes, WorkerState, WorkerStatus
+from skein.wire.views import ChunkTimes, JobStatus, TransferTimes, WorkerState, WorkerStatus
 
 NUM_LOST = 64
 """So many lost workers are remembered."""
@@ -93,24 +92,6 @@ def _own_status(view: CoordinatorView, journal: Journal, job: JobId, reported: R
         quotas=view.quotas.of(history.namespace),
         quarantined=tuple(sorted(history.quarantined)),
         choice=choice_status(history),
-    )
-
-
-def choice_status(history: JobHistory) -> ChoiceStatus | None:
-    """The newest choice of rows along a job's run; None if it has none."""
-    if not history.chosen:
-        return None
-    chosen = history.chosen[-1]
-    return ChoiceStatus(
-        version=chosen.version,
-        num_picks=chosen.told.num_picks,
-        num_rows=chosen.num_rows,
-        num_set_aside=chosen.num_set_aside,
-        num_by_chance=chosen.num_by_chance,
-        largest_weight=float(chosen.told.read().weights.max()),
-        seconds=chosen.seconds,
-        overhead=chosen.overhead,
-        next_version=choice_due_at(history),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import fsum
 
 from coordinator.records.journal import Journal
+from coordinator.telling.choices import choice_of_row, choice_status
 from skein.config.job import ArrayJob
 from skein.config.sweep.trials import Settings
 from skein.protocol.coordinator.sweeping.deciding import course_of
@@ -116,7 +117,8 @@ def _trial(view: CoordinatorView, stand: TrialStand, ended: str, *, most: int, i
 def _in_array(
     view: CoordinatorView, stand: TrialStand, array: JobHistory, status: TrialStatus
 ) -> TrialStatus:
-    last = array.last_commit if isinstance(array.spec, ArrayJob) else None
+    is_row = isinstance(array.spec, ArrayJob)
+    last = array.last_commit if is_row else None
     made = None if last is None else last.array
     return replace(
         status,
@@ -126,6 +128,7 @@ def _in_array(
         checkpoint_version=stand.checkpoint,
         pass_kind=None if made is None else made.pass_kind,
         speedup=None if made is None else made.speedup,
+        choice=choice_of_row(array, stand.row) if is_row else choice_status(array),
     )
 
 

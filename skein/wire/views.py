@@ -118,6 +118,26 @@ class TransferTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceStatus:
+    """The choice of rows by which samples are drawn since `version`, and what making it took.
+
+    `num_by_chance` rows have what stands for them drawn, for their workers' candidates were wanting; `overhead` is the
+    share that `seconds` are of the training before, None if that was not timed.
+    """
+
+    version: Step
+    num_picks: int
+    num_rows: int
+    num_set_aside: int
+    num_by_chance: int
+    largest_weight: float
+    seconds: float
+    overhead: float | None
+    next_version: Step | None
+    """Version at which the next is due; None: it stays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialStatus:
     """A trial of a sweep now: `num_steps` of `num_steps_wanted` are made; losses are nats, of the newest step."""
 
@@ -141,26 +161,8 @@ class TrialStatus:
     speedup: float | None = None
     """Times as fast as one row after the other, as it was measured; None for a trial alone."""
     is_best: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceStatus:
-    """The choice of rows by which samples are drawn since `version`, and what making it took.
-
-    `num_by_chance` rows have what stands for them drawn, for their workers' candidates were wanting; `overhead` is the
-    share that `seconds` are of the training before, None if that was not timed.
-    """
-
-    version: Step
-    num_picks: int
-    num_rows: int
-    num_set_aside: int
-    num_by_chance: int
-    largest_weight: float
-    seconds: float
-    overhead: float | None
-    next_version: Step | None
-    """Version at which the next is due; None: it stays."""
+    choice: ChoiceStatus | None = None
+    """Rows that it draws by now, versions being its own steps; None: nothing was chosen for it along the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

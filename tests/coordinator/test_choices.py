@@ -7,8 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from client.cli.show import choice_text
+from coordinator.telling.choices import choice_of_row, choice_status
 from coordinator.telling.metrics import MAX_JOBS, CoordinatorMetrics
-from coordinator.telling.status import choice_status
 from skein.numeric.coreset.choice import Choice
 from skein.protocol.log.history import History
 from skein.protocol.log.records import CoresetChosen, DataCounted, JobSubmitted, Record
@@ -16,6 +16,7 @@ from skein.protocol.messages.coresets import ToldChoice
 from skein.sim.shapes import shape_of
 from skein.types import JobId, Step
 from skein.wire.views import ChoiceStatus
+from tests.support.row_choices import RowsBench
 
 JOB = JobId("j-1")
 NUM_ROWS = 10
@@ -111,6 +112,22 @@ def test_status_tells_of_the_newest_choice() -> None:
     assert text.endswith(
         "; what stands for 5 rows was drawn by chance; 1 rows set aside, whose features are not finite"
     )
+
+
+def test_status_tells_of_the_choices_of_an_arrays_rows() -> None:
+    bench = RowsBench()
+    assert choice_of_row(bench.job, 0) is None
+    bench.choose(0, 1, 2)
+    bench.round(8, 8, 3)
+    bench.choose(0, 1)
+    whole, first, last = choice_status(bench.job), choice_of_row(bench.job, 0), choice_of_row(bench.job, 2)
+    assert whole is not None
+    assert first is not None
+    assert last is not None
+    assert (whole.version, whole.next_version) == (1, 2)
+    assert whole.seconds == pytest.approx(2 * first.seconds)
+    assert (first.version, first.next_version) == (8, 16)
+    assert (last.version, last.next_version) == (0, 8)
 
 
 def test_a_choice_that_stays_and_went_as_asked_says_no_more() -> None:

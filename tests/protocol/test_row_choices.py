@@ -1,110 +1,28 @@
 """Choices of an array's rows: which row draws by which, what is kept and carried over, and how far rows go by them."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from skein.config.job import ArrayJob
 from skein.config.sweep.rows import RowOrigin
-from skein.plan.plan import Plan
-from skein.protocol.coordinator.coordinator_io import ChooseRows, Outbox
-from skein.protocol.coordinator.runs.steps.selecting import Selecting
-from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.choosing import choice_due_at, is_choice_due
-from skein.protocol.log.history import KEPT_CHOICES, History, JobHistory
-from skein.protocol.log.records import CoresetChosen, DataCounted, JobSubmitted, RolledBack, StepCommitted
+from skein.protocol.log.history import KEPT_CHOICES
+from skein.protocol.log.records import RolledBack
 from skein.protocol.log.row_choices import choices_in_force, newest_choices
-from skein.protocol.messages.array_rounds import ArrayRound, PassKind
-from skein.protocol.messages.coresets import CandidatesPicked, DrawingRow, parts_of
-from skein.sim.compute.rows import NUM_ROWS, AskedModel, picked_by
-from skein.sim.shapes import shape_of
-from skein.types import Generation, JobId, MicrobatchId, Step, WorkerId
-from tests.support.hands import record as step_record
-from tests.support.plans import chunk, path, plan_of
-from tests.support.reports import row_numbers
+from skein.protocol.messages.coresets import DrawingRow
+from skein.types import Step
+from tests.support.row_choices import RowsBench, array
 
-PLAN = plan_of([chunk(0, "a")], [path(chunk(0, "a"))])
 PASS = 8
 """Steps in which 30 of 120 rows are drawn, 4 in each."""
 
 
-def array(words: str = "array 3 chosen") -> ArrayJob:
-    job = shape_of(f"line 1x1 {words}").job(steps=4)
-    assert isinstance(job, ArrayJob)
-    return job
-
-
-class Bench:
-    """A log with an array, and the part that chooses for it."""
-
-    def __init__(self, spec: ArrayJob | None = None) -> None:
-        self.outbox = Outbox(History())
-        self.job = self.begin_array("j", array() if spec is None else spec)
-        self.selecting = Selecting(Members(self.job, {}, self.outbox))
-
-    def begin_array(self, name: str, spec: ArrayJob) -> JobHistory:
-        job = JobId(name)
-        self.outbox.history.apply(JobSubmitted(job=job, key=name, spec=spec.canonical_json(), wall_s=0.0))
-        self.outbox.history.apply(
-            DataCounted(job=job, num_train_samples=NUM_ROWS, num_steps=None, wall_s=0.0)
-        )
-        return self.outbox.history.jobs[job]
-
-    def begin(self, plan: Plan = PLAN) -> None:
-        self.selecting.begin(plan, now=0.0)
-
-    def pick(self, *rows: int) -> None:
-        for row in rows:
-            for part in told(self.job, row):
-                self.selecting.picked(WorkerId("a"), part, now=1.0)
-
-    def asked(self) -> ChooseRows | None:
-        found = [x for x in self.outbox.drain() if isinstance(x, ChooseRows)]
-        return found[-1] if found else None
-
-    def answer(self) -> int:
-        """Answer all that is asked; how many questions there were."""
-        count = 0
-        while (asked := self.asked()) is not None:
-            count += 1
-            self.selecting.chose(asked.answer(), now=3.0)
-        return count
-
-    def choose(self, *rows: int) -> list[CoresetChosen]:
-        """Choices that are made now, of these rows being asked."""
-        before = len(self.job.chosen)
-        self.begin()
-        self.pick(*rows)
-        self.answer()
-        return self.job.chosen[before:]
-
-    def round(self, *counts: int, retired: Sequence[int] = ()) -> None:
-        """Commit a round that leaves rows at these counts."""
-        rows = tuple(
-            row_numbers(x, retired="loss not finite" if row in retired else "")
-            for row, x in enumerate(counts)
-        )
-        array = ArrayRound(rows=rows, num_local_steps=1, pass_kind=PassKind.FUSED, speedup=1.0)
-        made = replace(step_record(self.job.version), array=array)
-        self.outbox.history.apply(StepCommitted(job=self.job.job, record=made, wall_s=1.0))
-
-
-def told(job: JobHistory, row: int) -> tuple[CandidatesPicked, ...]:
-    """Candidates of a row's model as it is now, in several parts."""
-    spec = job.spec
-    blocks = [MicrobatchId(m) for m in range(NUM_ROWS // spec.batch.microbatch_samples)]
-    model = AskedModel(seed=spec.rows[row].seed, step=Step(job.places[row].count))
-    found = picked_by(model, spec, blocks, num_rows=NUM_ROWS)
-    return parts_of(found, Generation(1), job.version, row=row, part_bytes=200)
-
-
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def bench() -> RowsBench:
+    return RowsBench()
 
 
-def test_a_choice_of_each_row_is_recorded_once_all_are_picked_for(bench: Bench) -> None:
+def test_a_choice_of_each_row_is_recorded_once_all_are_picked_for(bench: RowsBench) -> None:
     bench.begin()
     bench.pick(0, 2)
     assert bench.asked() is None
@@ -118,7 +36,7 @@ def test_a_choice_of_each_row_is_recorded_once_all_are_picked_for(bench: Bench) 
     assert not is_choice_due(bench.job)
 
 
-def test_a_worker_that_dies_before_it_has_picked_for_all_rows_costs_none_its_choice(bench: Bench) -> None:
+def test_a_worker_that_dies_before_it_has_picked_for_all_rows_costs_none_its_choice(bench: RowsBench) -> None:
     bench.begin()
     bench.pick(0, 1)
     bench.selecting.fenced(now=2.0)
@@ -129,7 +47,7 @@ def test_a_worker_that_dies_before_it_has_picked_for_all_rows_costs_none_its_cho
     assert [x.num_faults for x in bench.job.chosen] == [0, 0, 0]
 
 
-def test_rows_are_asked_at_their_own_steps(bench: Bench) -> None:
+def test_rows_are_asked_at_their_own_steps(bench: RowsBench) -> None:
     bench.choose(0, 1, 2)
     bench.round(PASS, PASS, 3)
     found = bench.choose(0, 1)
@@ -147,7 +65,7 @@ def test_rows_are_asked_at_their_own_steps(bench: Bench) -> None:
 
 
 def test_one_choice_for_all_is_of_the_first_row_that_is_left() -> None:
-    bench = Bench(array("array 3 chosen shared"))
+    bench = RowsBench(array("array 3 chosen shared"))
     (first,) = bench.choose(0)
     assert [x.row for x in first.rows] == [0, 1, 2]
     bench.round(0, PASS, PASS, retired=[0])
@@ -156,7 +74,7 @@ def test_one_choice_for_all_is_of_the_first_row_that_is_left() -> None:
     assert second.digest != first.digest
 
 
-def test_an_array_has_as_many_rounds_as_its_choices_make_of_it(bench: Bench) -> None:
+def test_an_array_has_as_many_rounds_as_its_choices_make_of_it(bench: RowsBench) -> None:
     last_step = array().array.last_step
     assert last_step == 63
     assert bench.job.total_steps == 8  # a round for each 8 steps, though rounds may have 16
@@ -168,7 +86,7 @@ def test_an_array_has_as_many_rounds_as_its_choices_make_of_it(bench: Bench) -> 
     assert not is_choice_due(bench.job)
 
 
-def test_rows_that_go_on_elsewhere_take_their_choices_along(bench: Bench) -> None:
+def test_rows_that_go_on_elsewhere_take_their_choices_along(bench: RowsBench) -> None:
     bench.choose(0, 1, 2)
     bench.round(4, 4, 4)
     spec = array("array 2 chosen")
@@ -185,7 +103,7 @@ def test_rows_that_go_on_elsewhere_take_their_choices_along(bench: Bench) -> Non
     assert [place.due for place in other.places] == [PASS, PASS]
 
 
-def test_an_array_that_goes_back_draws_as_it_did_there(bench: Bench) -> None:
+def test_an_array_that_goes_back_draws_as_it_did_there(bench: RowsBench) -> None:
     first = bench.choose(0, 1, 2)
     bench.round(PASS, PASS, 5)
     bench.choose(0, 1)
@@ -198,7 +116,7 @@ def test_an_array_that_goes_back_draws_as_it_did_there(bench: Bench) -> None:
     assert not is_choice_due(bench.job)
 
 
-def test_so_many_choices_of_each_row_are_kept(bench: Bench) -> None:
+def test_so_many_choices_of_each_row_are_kept(bench: RowsBench) -> None:
     bench.choose(0, 1, 2)
     old, *others = bench.job.chosen
     made = [replace(others[0], seconds=float(number)) for number in range(KEPT_CHOICES + 2)]

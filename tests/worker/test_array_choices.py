@@ -74,8 +74,14 @@ def check_row(here: Cluster, row: int, lone: Alone, first_step: int = 0) -> None
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"warmup_epochs": 1, "refresh_epochs": 1, "feature": "logits"}],
-    ids=["at once", "after a warm-up"],
+    [
+        pytest.param({}, id="at once"),
+        pytest.param(
+            {"warmup_epochs": 1, "refresh_epochs": 1, "feature": "logits"},
+            id="after a warm-up",
+            marks=pytest.mark.long,
+        ),
+    ],
 )
 async def test_each_row_draws_what_its_own_job_would_have_chosen_though_workers_die(
     tmp_path: FilePath, settings: dict[str, object]
@@ -95,6 +101,16 @@ async def test_each_row_draws_what_its_own_job_would_have_chosen_though_workers_
         assert chosen_for(records, row) == lone[row].chosen
         check_row(here, row, lone[row])
     assert len({lone[row].chosen[-1] for row in range(4)}) == 4
+
+
+async def test_rows_draw_by_chance_what_their_own_jobs_would_have_drawn(tmp_path: FilePath) -> None:
+    asked = {"method": "random", "refresh_epochs": 1}
+    async with cluster(Disk()) as here, here.workers("w0"):
+        here.submit(array_on_a_part(tmp_path, array_of(0, 1), **asked))
+        assert await here.finished() is JobState.FINISHED
+    assert here.all(CoresetChosen) == []
+    for row in range(2):
+        check_row(here, row, await alone(on_a_part(tmp_path, trial(row), **asked)))
 
 
 async def test_rows_keep_their_choices_in_other_packings_and_alone(tmp_path: FilePath) -> None:

@@ -7,9 +7,10 @@ import click
 from client.cli.options import connect_client, remote_command
 from client.cli.show import factor, number, print_listed, steps_text
 from skein.errors import UserError
-from skein.wire.views import TrialStatus
+from skein.wire.views import ChoiceStatus, TrialStatus
 
 COLUMNS = ("TRIAL", "STATE", "STEP", "LOSS", "VALIDATION", "WORKER", "ARRAY", "PASS", "SETTINGS", "REASON")
+_CHOSEN_AT = COLUMNS.index("SETTINGS")
 _NONE = "-"
 
 
@@ -22,7 +23,16 @@ def sweep(job: str, *, is_json: bool) -> None:
     if not found.trials:
         hint = "is no sweep, nor named by one: its file has none; see skein status"
         raise UserError("job", job, hint)
-    print_listed(found.trials, COLUMNS, _row, nothing="", is_json=is_json)
+    if any(trial.choice for trial in found.trials):
+        columns = (*COLUMNS[:_CHOSEN_AT], "CHOSEN", *COLUMNS[_CHOSEN_AT:])
+        print_listed(found.trials, columns, _chosen_row, nothing="", is_json=is_json)
+    else:
+        print_listed(found.trials, COLUMNS, _row, nothing="", is_json=is_json)
+
+
+def _chosen_row(status: TrialStatus) -> tuple[str, ...]:
+    row = _row(status)
+    return (*row[:_CHOSEN_AT], chosen_text(status.choice), *row[_CHOSEN_AT:])
 
 
 def _row(status: TrialStatus) -> tuple[str, ...]:
@@ -51,6 +61,21 @@ def pass_text(status: TrialStatus) -> str:
     if status.pass_kind is None:
         return _NONE if status.loss is None else "alone"
     return status.pass_kind if status.speedup is None else f"{status.pass_kind}, {factor(status.speedup)}"
+
+
+def chosen_text(choice: ChoiceStatus | None) -> str:
+    """Rows that a trial draws by, since which of its steps and up to which.
+
+    >>> from skein.types import Step
+    >>> counts = dict(num_picks=58, num_rows=144, num_set_aside=0, num_by_chance=3, largest_weight=2.0, seconds=0.1)
+    >>> chosen_text(ChoiceStatus(version=Step(8), **counts, overhead=None, next_version=Step(16)))
+    '58 of 144 from step 8 to 16, 3 by chance'
+    """
+    if choice is None:
+        return _NONE
+    until = "" if choice.next_version is None else f" to {choice.next_version}"
+    chance = f", {choice.num_by_chance} by chance" if choice.num_by_chance else ""
+    return f"{choice.num_picks} of {choice.num_rows} from step {choice.version}{until}{chance}"
 
 
 def settings_text(settings: str) -> str:

@@ -826,6 +826,7 @@ class TrialStatus(_message.Message):
     PASS_KIND_FIELD_NUMBER: _builtins.int
     SPEEDUP_FIELD_NUMBER: _builtins.int
     IS_BEST_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     trial: _builtins.int
     settings: _builtins.str
     """JSON object: values by dotted key of the job."""
@@ -847,6 +848,10 @@ class TrialStatus(_message.Message):
     is_best: _builtins.bool
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def choice(self) -> Global___ChoiceStatus:
+        """By the trial's own steps; absent: nothing was chosen along the run."""
+
     def __init__(
         self,
         *,
@@ -865,15 +870,18 @@ class TrialStatus(_message.Message):
         pass_kind: _ids_pb2.PassKind.ValueType | None = ...,
         speedup: _builtins.float | None = ...,
         is_best: _builtins.bool = ...,
+        choice: Global___ChoiceStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_pass_kind", b"_pass_kind", "_speedup", b"_speedup", "array", b"array", "checkpoint_version", b"checkpoint_version", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "pass_kind", b"pass_kind", "speedup", b"speedup"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_pass_kind", b"_pass_kind", "_speedup", b"_speedup", "array", b"array", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "pass_kind", b"pass_kind", "speedup", b"speedup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_checkpoint_version", b"_checkpoint_version", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_pass_kind", b"_pass_kind", "_speedup", b"_speedup", "array", b"array", "checkpoint_version", b"checkpoint_version", "evaluation_loss", b"evaluation_loss", "is_best", b"is_best", "loss", b"loss", "num_steps", b"num_steps", "num_steps_wanted", b"num_steps_wanted", "pass_kind", b"pass_kind", "reason", b"reason", "row", b"row", "settings", b"settings", "speedup", b"speedup", "state", b"state", "trial", b"trial", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_pass_kind", b"_pass_kind", "_speedup", b"_speedup", "array", b"array", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "evaluation_loss", b"evaluation_loss", "is_best", b"is_best", "loss", b"loss", "num_steps", b"num_steps", "num_steps_wanted", b"num_steps_wanted", "pass_kind", b"pass_kind", "reason", b"reason", "row", b"row", "settings", b"settings", "speedup", b"speedup", "state", b"state", "trial", b"trial", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__array: _TypeAlias = _typing.Literal["array"]  # noqa: Y015
     _WhichOneofArgType__array: _TypeAlias = _typing.Literal["_array", b"_array"]  # noqa: Y015
     _WhichOneofReturnType__checkpoint_version: _TypeAlias = _typing.Literal["checkpoint_version"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_version: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version"]  # noqa: Y015
+    _WhichOneofReturnType__choice: _TypeAlias = _typing.Literal["choice"]  # noqa: Y015
+    _WhichOneofArgType__choice: _TypeAlias = _typing.Literal["_choice", b"_choice"]  # noqa: Y015
     _WhichOneofReturnType__evaluation_loss: _TypeAlias = _typing.Literal["evaluation_loss"]  # noqa: Y015
     _WhichOneofArgType__evaluation_loss: _TypeAlias = _typing.Literal["_evaluation_loss", b"_evaluation_loss"]  # noqa: Y015
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
@@ -886,6 +894,8 @@ class TrialStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__array) -> _WhichOneofReturnType__array | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_version) -> _WhichOneofReturnType__checkpoint_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choice) -> _WhichOneofReturnType__choice | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__evaluation_loss) -> _WhichOneofReturnType__evaluation_loss | None: ...
     @_typing.overload

@@ -9,8 +9,8 @@ from rich.console import Console
 from client.cli import run
 from client.cli.job.sweeping import SweepLines, follow_sweep
 from skein.protocol.messages.array_rounds import PassKind
-from skein.types import JobId, JobState, WorkerId
-from skein.wire.views import JobStatus, TrialStatus
+from skein.types import JobId, JobState, Step, WorkerId
+from skein.wire.views import ChoiceStatus, JobStatus, TrialStatus
 from tests.client.cli.said import Captured
 from tests.client.conftest import Scripted
 from tests.client.scripted import status
@@ -50,6 +50,29 @@ def test_trials_are_listed_with_settings_worker_and_pass(coordinator: Scripted, 
     assert "fused, 2.5 times" in one
     assert "optimizer.learning_rate=1 " in one
     assert other.split()[:7] == ["1", "running", "10/50", "0.5", "-", "-", "-"]
+
+
+def test_choices_of_trials_are_listed_where_there_are_any(coordinator: Scripted, capsys: Captured) -> None:
+    choice = ChoiceStatus(
+        version=Step(8),
+        num_picks=58,
+        num_rows=144,
+        num_set_aside=0,
+        num_by_chance=12,
+        largest_weight=3.0,
+        seconds=0.1,
+        overhead=None,
+        next_version=None,
+    )
+    trials = (replace(trial(0), choice=choice), trial(1))
+    coordinator.script.jobs["rates-1"] = replace(status("rates-1"), trials=trials)
+
+    assert run(["sweep", "rates-1"]) == 0
+
+    head, one, other = capsys.readouterr().out.splitlines()
+    assert "CHOSEN" in head
+    assert "58 of 144 from step 8, 12 by chance" in one
+    assert "from step" not in other
 
 
 def test_a_job_without_trials_is_no_sweep(coordinator: Scripted, capsys: Captured) -> None:

@@ -248,6 +248,7 @@ class Selecting(RunPart):
             self._tell(record, chosen)
             self._out.record(record)
             self._members.send_placed(UseChoice(choice=record.told))
+        self._tell_overhead(records[0])  # it is that of all
         self._forget()
         return True
 
@@ -306,10 +307,12 @@ class Selecting(RunPart):
             self._log(f"{at}features of {num_odd} rows are not finite{stays}")
         for worker, reason in sorted(chosen.faults.items()):
             self._log(f"{at}rows of {worker} are drawn by chance: {reason}")
+
+    def _tell_overhead(self, record: CoresetChosen) -> None:
         share, most = record.overhead, self._job.spec.data.coreset.max_overhead
         if share is not None and share > most and record.passes:
             self._log(
-                f"{at}choosing took {share:.0%} of the training before, above "
+                f"step={record.version} coreset: choosing took {share:.0%} of the training before, above "
                 f"max_overhead of {most:.0%}: the next choice is made after {record.passes} passes"
             )
 
