@@ -316,9 +316,15 @@ def judge(shape: SimShape, world: World, *, steps: int = 8) -> Outcome:
     return outcome
 
 
-def _told(shape: SimShape, curve: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
+def _told(shape: SimShape, curve: tuple[StepRecord, ...]) -> tuple[object, ...]:
     """A curve without what follows from the cut, where a planner chooses that: the model of costs has the same norm
-    for every group."""
+    for every group.
+
+    How long rounds are follows from how long choosing took, where an array's rows are chosen for; and where a row is
+    put back to, from that. So of these only what rows came to is told.
+    """
+    if shape.num_rows and shape.coreset is not None:
+        return tuple((0 if row.retired else row.num_updates, row.retired) for row in curve[-1].rows)
     if shape.rows is not VocabularySplit.AUTO:
         return curve
     return tuple(replace(record, gradient_norm=0.0) for record in curve)

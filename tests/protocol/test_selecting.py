@@ -157,6 +157,19 @@ def test_who_dies_alone_is_replaced_by_chance_and_others_are_not_asked_again(ben
     assert record.told.read().sizes.sum() == pytest.approx(NUM_ROWS - record.num_set_aside)
 
 
+def test_what_a_death_took_is_none_of_a_choices_cost(bench: Bench) -> None:
+    bench.begin(now=0.0)
+    for name in "abd":
+        bench.pick(name)
+    bench.lose("c")  # at 2
+    bench.selecting.fenced(now=50.0)
+    bench.begin(now=100.0)
+    asked = bench.asked()
+    assert asked is not None
+    bench.selecting.chose(asked.answer(), now=101.0)
+    assert bench.job.chosen[-1].seconds == 3.0
+
+
 def test_where_others_were_not_done_either_it_begins_anew(bench: Bench) -> None:
     bench.begin()
     bench.pick("a")

@@ -75,6 +75,8 @@ class Selecting(RunPart):
         """Plan of which it was told that it has no room."""
         self._began_s: float | None = None
         """Time at which training stood still for it; None: it goes on."""
+        self._stood_s = 0.0
+        """Seconds for which it did under an earlier generation."""
         self._looked_s = self._sent_s = self._half_s = 0.0
         self._took_s = 0.0
         """Seconds of the last choice, from when rows began to be looked at."""
@@ -240,7 +242,8 @@ class Selecting(RunPart):
         if len(self._chosen) < len(self._rows):
             self._ask_next()
             return False
-        seconds = 0.0 if self._began_s is None else max(0.0, now - self._began_s)
+        # What a death took is none of a choice's cost, or one would have all later choices come half as often.
+        seconds = self._stood_s + self._passed(now)
         if self._began_s is not None:
             self._took_s = max(0.0, now - self._looked_s)
         records = [self._recorded(row, x, seconds=seconds, now=now) for row, x in self._chosen.items()]
@@ -335,8 +338,13 @@ class Selecting(RunPart):
         if len(wanting) < len(self._portions) and set(wanting) <= self._gone:
             self._leave_out("it was lost")
             self._chosen.clear()
+            self._stood_s += self._passed(now)
         else:
             self._drop()
+        self._began_s = None
+
+    def _passed(self, now: float) -> float:
+        return 0.0 if self._began_s is None else max(0.0, now - self._began_s)
 
     def _give_up_beside(self) -> None:
         """A choice that is complete stays; any other is made before the step."""
@@ -423,6 +431,7 @@ class Selecting(RunPart):
     def _drop(self) -> None:
         self._portions, self._parts, self._proposed, self._chosen = {}, {}, {}, {}
         self._num_bytes.clear()
+        self._stood_s = 0.0
 
 
 def _num_bytes(part: CandidatesPicked) -> int:
