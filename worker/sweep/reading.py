@@ -48,6 +48,8 @@ class RowReader:
         self._block = job.model_copy(update={"batch": BatchSpec(samples=size, microbatch_samples=size)})
         self._selected = {seed: dataset.under(seed, job) for seed in sorted(set(self._seeds))}
         self._looking = {seed: BatchReader(x, job, [_FIRST]) for seed, x in self._selected.items()}
+        self._looked: dict[int, tuple[tuple[Phase, Step, MicrobatchId], Tensor, Tensor]] = {}
+        """By seed, what was looked at last: the next row asks for the same."""
         self._blocks: dict[tuple[int, Drawing | None], _Blocks] = {}
         self._sort()
 
@@ -114,9 +116,12 @@ class RowReader:
         Raises:
             UnfitError: they cannot be read here.
         """
-        batch = self._looking[self._seeds[row]].batch(phase, step, microbatch)
-        inputs, labels = placed(batch, self._device)
-        return inputs, labels.labels
+        seed, key = self._seeds[row], (phase, step, microbatch)
+        if seed not in self._looked or self._looked[seed][0] != key:
+            inputs, labels = placed(self._looking[seed].batch(*key), self._device)
+            self._looked[seed] = key, inputs, labels.labels
+        _, samples, classes = self._looked[seed]
+        return samples, classes
 
 
 class _Blocks:
