@@ -42,8 +42,8 @@ _SWEEP_ROUND_STEPS = 24
 """Local steps of a round of a sweep's array: the last round before a rung is shorter."""
 _DIVERGING_SEED = 2
 """Seed of a row that diverges (`skein.sim.compute.arrays`): that of the first one, where it is asked for all."""
-CHOSEN = CoresetSpec(method="craig", fraction=0.25, refresh_epochs=1, beside=False, max_overhead=100)
-"""Rows of a job that chooses them; however long that takes, it does so every few steps."""
+CHOSEN = CoresetSpec(method="craig", fraction=0.25, refresh_epochs=1, beside=False, max_overhead=1e6)
+"""Rows of a job that chooses them; however long that takes, it does so every few steps: an array's rounds end there."""
 _CHOOSING: Mapping[str, Mapping[str, object]] = {
     "chosen": {},
     "beside": {"beside": True, "refresh_epochs": 2},

@@ -173,7 +173,7 @@ WRONG_VALUES = {
     "data.coreset.method=crag": "data.coreset.method: 'crag': give none, craig or random; did you mean craig?",
     "data.coreset.refresh_epochs=5": "data.coreset.refresh_epochs: 5: "
     "none has nothing to choose anew: leave it away, or give method: random or feature: last_layer",
-    "data.coreset.max_overhead=0": "data.coreset.max_overhead: 0: give a number above 0 and at most 100",
+    "data.coreset.max_overhead=0": "data.coreset.max_overhead: 0: give a number above 0 and at most 1000000",
     "data.coreset.feature=hidden": "data.coreset.feature: 'hidden': give last_layer, logits or inputs",
     "data.coreset.method=craig": "data.coreset.method: 'craig': "
     "nothing is measured of it for language models such as llama: give none",

@@ -1,8 +1,11 @@
-"""Seconds and memory of a choice on one thread, and its L beside that of chance."""
+"""Seconds of a processor and memory that a choice takes, and its L beside that of chance.
+
+Not the wall's seconds: beside others that keep the cores full these say nothing of the choice.
+"""
 
 import resource
 from collections.abc import Iterator
-from time import perf_counter
+from time import process_time
 
 import numpy as np
 
@@ -25,9 +28,9 @@ def rows() -> Iterator[Row]:
 def _rows(num_rows: int, num_numbers: int, form: Greedy, *, most_s: float) -> Iterator[Row]:
     features = vectors(rng.stream(0, "picking").normal(size=(num_rows, num_numbers)))
     groups, num_picks = np.arange(num_rows) % _CLASSES, num_rows // 10
-    began = perf_counter()
+    began = process_time()
     choice = choose_coreset(features, groups, num_picks, form=form)
-    took_s = perf_counter() - began
+    took_s = process_time() - began
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     what = f"{form.value} choice of 10 % of {num_rows:,} rows of {num_numbers} numbers, 10 classes"
     yield _row(what, took_s, "s", most_s, "seconds of the goal")

@@ -43,7 +43,7 @@ class CoresetSpec(Spec):
     beside: bool = True
     """Whether the next choice is made while steps go on, where the plan leaves workers idle: of parameters some steps
     older. Say false where a job is to choose the same whoever dies amid a choice."""
-    max_overhead: Annotated[float, Field(gt=0, le=100)] = 0.25
+    max_overhead: Annotated[float, Field(gt=0, le=1_000_000)] = 0.25
     """Seconds of a choice, as a share of those of the training since the one before, above which choices come half as
     often from then on. Raise it if every choice is worth its time."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
