@@ -259,6 +259,8 @@ def test_pieces_are_chosen_by_what_devices_measure(four: Mesh, caplog: pytest.Lo
         told,
     )
     assert told.count("(R2 ") == 3
+    (untimed,) = [x.getMessage() for x in caplog.records if "in one piece" in x.getMessage()]
+    assert untimed == "stage=0 rows go to experts in one piece: 12 a device are too few to time 8 sizes"
 
 
 def test_times_of_sums_and_exchanges_are_told_beside_what_is_predicted(four: Mesh) -> None:

@@ -15,7 +15,7 @@ from skein.model.sparse.model import SparseModel
 from skein.plan.pieces.choice import Drift, ExpertLines, sizes_to_time, slowest
 from skein.plan.pieces.collectives import LaneKind
 from skein.plan.pieces.lanes import Pieces
-from skein.plan.pieces.line import TimeLine, fitted_line
+from skein.plan.pieces.line import LEAST_SIZES, TimeLine, fitted_line
 from skein.types import StageSpec
 from worker.mesh.frames import DeviceAnswer, Metered, TimeRowsAsk, TimeSumsAsk
 from worker.mesh.mesh import Mesh
@@ -143,6 +143,12 @@ class Piecing:
         sizes = sizes_to_time(num_rows, self._form.size)
         self._chosen[num_tokens] = Pieces()
         if not sizes:
+            _log.info(
+                "stage=%d rows go to experts in one piece: %d a device are too few to time %d sizes",
+                self._stage.index,
+                num_rows,
+                LEAST_SIZES,
+            )
             return
         answers = self._mesh.ask(self._form.size, TimeRowsAsk(chunk=chunk, num_rows=sizes))
         times = [answer.row_times for answer, _ in answers]
