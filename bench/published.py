@@ -3,8 +3,9 @@
 Sources
 - Pan et al., FSMoE, 2025, and https://github.com/xpan413/FSMoE, tools/optim.py: milliseconds by elements, of products
   by multiplications.
-- The same, testbed A, whose exchange takes 2.21e-7 ms a byte; for each call the 0.337 ms of its gathers are taken, and
-  for products the authors' file, since we know no others of that testbed.
+- The same, testbed A, as quoted by others: its exchange takes 2.21e-7 ms of each unit, taken for a byte, which is what
+  such a network allows. What we do not know of it is taken from elsewhere: for each call the 0.337 ms of its gathers,
+  for products the authors' file.
 - Links that the authors of SkipPipe (Blagoev et al., 2025) list between cities, and within one: milliseconds, GiB/s.
 """
 
