@@ -143,6 +143,21 @@ def test_an_answer_to_an_older_question_is_none(bench: Bench) -> None:
     assert second.answer().chosen.choice.digest == first.answer().chosen.choice.digest
 
 
+def test_an_answer_that_comes_while_the_run_waits_is_none(bench: Bench) -> None:
+    bench.begin()
+    for name in NAMES:
+        bench.pick(name)
+    asked = bench.asked()
+    assert asked is not None
+    bench.selecting.keep(asked.answer(), now=2.0)
+    bench.selecting.fenced(now=3.0)
+    assert not bench.selecting.settle(now=4.0)
+    bench.begin(now=4.0)
+    again = bench.asked()
+    assert again is not None
+    assert again.request != asked.request
+
+
 def test_who_dies_alone_is_replaced_by_chance_and_others_are_not_asked_again(bench: Bench) -> None:
     bench.begin()
     for name in "abd":

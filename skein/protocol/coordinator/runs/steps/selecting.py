@@ -151,7 +151,9 @@ class Selecting(RunPart):
         return True
 
     def keep(self, made: RowsChosen, *, now: float) -> None:
-        """A choice is made, and not due yet."""
+        """A choice is made, and not due yet; one that is due comes too late where the run waits for something else."""
+        if self._due is None or self._job.version >= self._due:
+            return
         self._made, self._asked = made, None
         self._took_s = max(0.0, now - self._looked_s)
 
