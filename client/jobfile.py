@@ -65,6 +65,8 @@ def prepare_job(job: JobSpec, *, base: Path) -> JobSpec:
         "checkpoint": job.checkpoint.model_copy(update={"url": url and _located_url(url, base)}),
     }
     prepared = settled_job(job.model_copy(update=changes))
+    # Sizes may have come from where it begins.
+    prepared.check_sizes()
     check_admissible(prepared)
     _check_fit(prepared)
     return prepared

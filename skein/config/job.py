@@ -256,8 +256,7 @@ class JobSpec(Spec):
             self._check_skip_ratio()
         self._check_chunks()
         self._check_vocabulary()
-        self.model.check_microbatch(self.batch.microbatch_samples, self.data.sequence_tokens)
-        self.parallel.tensor.check(self.model, self.batch.microbatch_samples)
+        self.check_sizes()
         if self.plan.splits:
             self._check_split()
         if self.budget.hours is not None and self.aggregation.walkers.are_lines:
@@ -334,6 +333,15 @@ class JobSpec(Spec):
         if num_visits < stages - num_fixed:
             hint = f"so few microbatches ({self.batch.num_microbatches} in a step) leave some stages unused: give less"
             raise UserError("skip.ratio", ratio, hint)
+
+    def check_sizes(self) -> None:
+        """Refuses a microbatch, or devices that share a layer, that the model's sizes do not go with, if it says them.
+
+        Raises:
+            UserError: they do not.
+        """
+        self.model.check_microbatch(self.batch.microbatch_samples, self.data.sequence_tokens)
+        self.parallel.tensor.check(self.model, self.batch.microbatch_samples)
 
     def _check_split(self) -> None:
         backward = self.plan.backward

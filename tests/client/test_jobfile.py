@@ -13,6 +13,7 @@ from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.decoder import decoder_shape
 from skein.model.families.llama import LlamaModel
+from skein.model.families.mixtral import MixtralModel, MixtralShape
 from tests.client.scripted import GOOD
 
 SOURCES = """[{format: text, path: books}, {format: jsonl, path: ../more.jsonl},
@@ -119,6 +120,65 @@ def test_sizes_are_read_from_where_a_job_begins(tmp_path: Path) -> None:
     assert isinstance(job.model, LlamaModel)
     assert job.model.init_from == str(tmp_path / "old")
     assert decoder_shape(job.model) == decoder_shape(begun)
+
+
+SPARSE = MixtralShape(
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=4,
+)
+
+
+def begun_sparse(directory: Path, *overrides: str, change: dict[str, object] | None = None) -> JobSpec:
+    """A job that begins from a sparse model, whose configuration has other fields besides."""
+    config = MixtralModel(shape=SPARSE).hugging_face() | (change or {})
+    (directory / "config.json").write_text(json.dumps(config))
+    model = f"{{family: mixtral, init_from: {directory}}}"
+    return good(f"model={model}", "parallel={stages: 1}", *overrides)
+
+
+def test_sizes_of_a_sparse_model_are_read_from_where_a_job_begins(tmp_path: Path) -> None:
+    job = begun_sparse(tmp_path)
+    assert isinstance(job.model, MixtralModel)
+    assert job.model.experts.num_experts == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["model.routing={capacity: 0.0001}"], "model.routing.capacity: 0.0001: experts would take"),
+        (["model.placement=mesh", "parallel.tensor.size=3"], "parallel.tensor.size: 3: .*divide into 1, 2: "),
+    ],
+)
+def test_sizes_that_are_read_later_are_checked_all_the_same(
+    tmp_path: Path, overrides: list[str], complaint: str
+) -> None:
+    with pytest.raises(UserError, match=complaint):
+        begun_sparse(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok: 5: there are 4 experts"),
+        ({"router_jitter_noise": 0.1}, "config.router_jitter_noise: 0.1"),
+        ({"shared_expert_intermediate_size": 32}, "config.shared_expert_intermediate_size: 32"),
+    ],
+)
+def test_a_sparse_configuration_that_is_computed_otherwise_is_refused(
+    tmp_path: Path, change: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(UserError, match=complaint):
+        begun_sparse(tmp_path, change=change)
+
+
+def test_devices_that_do_not_divide_sizes_that_are_read_later_are_refused(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "old")
+    with pytest.raises(UserError, match=r"parallel\.tensor\.size: 4: .* divide into 1, 2: give"):
+        good("model={family: llama, init_from: old}", "parallel.tensor.size=4", base=tmp_path)
 
 
 def test_sizes_that_a_job_states_must_be_those_it_begins_with(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ class SparseModel(DecoderModel):
         return self.experts.choices_of(num_tokens)
 
     def check_microbatch(self, num_samples: int, sequence_tokens: int) -> None:
+        if self.shape is None and self.preset is None and self.init_from is not None:
+            return  # Sizes come with the weights that it begins from.
         num_tokens, capacity = num_samples * sequence_tokens, self.routing.capacity
         share = self.experts.even_choices(num_tokens)
         if capacity is not None and share < 1:
