@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from skein.config.mesh.tensor import MOST_DEVICES
 from skein.errors import UserError
 
-_FORM = re.compile(r"(cpu)(?::([1-9]\d?))?|(cuda):(\d{1,3})")
+_FORM = re.compile(r"(cpu)(?::([1-9]\d{0,5}))?|(cuda):(\d{1,3})", re.ASCII)
 _HINT = "give cuda:0,cuda:1 or so, or cpu:2 for two processes on the processors"
 
 
@@ -17,7 +18,7 @@ def parse_devices(text: str) -> tuple[str, ...]:
     """Device of each process.
 
     Raises:
-        UserError: the devices are unlike, or no devices.
+        UserError: the devices are unlike, too many, or no devices.
 
     >>> parse_devices("cpu:2"), parse_devices("cuda:0,cuda:2"), parse_devices("cpu")
     (('cpu', 'cpu'), ('cuda:0', 'cuda:2'), ('cpu',))
@@ -28,6 +29,8 @@ def parse_devices(text: str) -> tuple[str, ...]:
         if form is None:
             raise UserError("devices", text, f"{part.strip()!r} is no device: {_HINT}")
         found += [f"cuda:{int(form[4])}"] if form[3] else ["cpu"] * int(form[2] or 1)
+    if len(found) > MOST_DEVICES:
+        raise UserError("devices", text, f"a mesh of {len(found)} devices: give at most {MOST_DEVICES}")
     if len({device.partition(":")[0] for device in found}) > 1:
         raise UserError("devices", text, f"devices that share each layer must be alike: {_HINT}")
     if len(set(found)) < len(found) and found[0] != "cpu":

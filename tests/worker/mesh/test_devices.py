@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from skein.errors import UserError
-from worker.mesh.devices import claimed
+from worker.mesh.devices import claimed, parse_devices
 
 BOTH = ("cuda:0", "cuda:1")
 
@@ -44,3 +44,10 @@ def test_gpus_are_known_by_what_they_are_called_outside(tmp_path: Path) -> None:
 def test_processors_may_be_several_meshes(tmp_path: Path) -> None:
     with claimed(("cpu", "cpu"), tmp_path, {}), claimed(("cpu", "cpu"), tmp_path, {}):
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["cpu:65", "cpu:64,cpu", "cpu:200"])
+def test_a_mesh_of_more_devices_than_jobs_may_ask_for_is_refused(text: str) -> None:
+    assert len(parse_devices("cpu:64")) == 64
+    with pytest.raises(UserError, match=r"devices: .*: a mesh of \d+ devices: give at most 64"):
+        parse_devices(text)
