@@ -21,8 +21,7 @@ def sweep(job: str, *, is_json: bool) -> None:
     with connect_client() as client:
         found = client.job(job).status()
     if not found.trials:
-        hint = "is no sweep, nor named by one: its file has none; see skein status"
-        raise UserError("job", job, hint)
+        raise UserError("job", job, "is no sweep: its file has none; see skein status")
     if any(trial.choice for trial in found.trials):
         columns = (*COLUMNS[:_CHOSEN_AT], "CHOSEN", *COLUMNS[_CHOSEN_AT:])
         print_listed(found.trials, columns, _chosen_row, nothing="", is_json=is_json)
