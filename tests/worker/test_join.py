@@ -185,12 +185,19 @@ async def test_a_worker_that_joins_brings_its_chunk_along(
     assert [record.loss for record in found] == pytest.approx(losses, rel=1e-9)
 
 
-async def test_a_newcomer_holds_what_training_has_made_of_the_state_meanwhile(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("holds", "joins"),
+    [((), ()), (("cpu", "cpu"), ()), ((), ("cpu", "cpu"))],
+    ids=["devices", "a device joins a mesh", "a mesh joins a device"],
+)
+async def test_a_newcomer_holds_what_training_has_made_of_the_state_meanwhile(
+    tmp_path: Path, holds: tuple[str, ...], joins: tuple[str, ...]
+) -> None:
     job = tiny_job(write_text(tmp_path), stages=1)
     async with (
         puppet() as (coordinator, port),
-        running(setting(port)),
-        running(setting(port, name="w1", incarnation="i1")),
+        running(replace(setting(port), devices=holds)),
+        running(replace(setting(port, name="w1", incarnation="i1"), devices=joins)),
     ):
         sessions = {s.hello.worker: s for s in (await coordinator.session(), await coordinator.session())}
         holder, newcomer = sessions[WorkerId("w0")], sessions[WorkerId("w1")]
