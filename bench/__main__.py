@@ -9,6 +9,7 @@ NAMES = (
     "chaos",
     "coreset",
     "detect",
+    "devices",
     "hostile",
     "lying",
     "meshes",

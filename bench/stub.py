@@ -16,15 +16,20 @@ def run_stub(
     site: str = "default",
     listen: str = "127.0.0.1",
     port: int = 0,
+    devices: str | None = None,
 ) -> int:
-    """Be a worker on the CPU that reads and writes wherever it is told, as `adapt` makes it; gives the exit code."""
+    """Be a worker on the CPU that reads and writes wherever it is told, as `adapt` makes it; gives the exit code.
+
+    `devices` are those of a mesh; None: it is none.
+    """
     options = WorkerOptions(
         join=join,
         name=name,
         site=site,
         listen=listen,
         port=port,
-        device="cpu",
+        device="cpu" if devices is None else "auto",
+        devices=devices,
         data_roots=(ANY_ROOT,),
         checkpoint_roots=(str(ANY_ROOT),),
     )
