@@ -6,7 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.cluster import ROOTS, START_S, Cluster
+from bench.cluster import ROOTS, START_S
+from bench.devices import StruckCluster
 from bench.reference import run_reference
 from skein.config.data.sources import TextSource
 from skein.config.data.spec import DataSpec
@@ -26,17 +27,8 @@ SQUARE = "q0"
 MESHES, SINGLES = ("m0", "m1"), ("s0", "s1")
 
 
-class MeshCluster(Cluster):
-    """Meshes of two device processes, and workers with one device."""
-
-    def start_mesh(self, name: str) -> None:
-        devices = "cpu:4" if name == SQUARE else "cpu:2"
-        arguments = ["--join", self.target, "--name", name, "--devices", devices, *ROOTS]
-        self.run(name, "worker", [*arguments, "--state-dir", str(self.directory / name)])
-
-    def device_processes(self, name: str) -> list[psutil.Process]:
-        worker = psutil.Process(self.workers[name].pid)
-        return [x for x in worker.children(recursive=True) if "worker.mesh" in x.cmdline()]
+class GatheredCluster(StruckCluster):
+    """Meshes and single devices, as a test wants them."""
 
     def gather(self, names: tuple[str, ...]) -> None:
         """Exactly these, whole."""
@@ -46,13 +38,22 @@ class MeshCluster(Cluster):
             if name in self.workers and name in MESHES and len(self.device_processes(name)) < 2:
                 assert self.stop_worker(name) == 0
             if name not in self.workers:
-                self.start_mesh(name) if name in (*MESHES, SQUARE) else self.start_worker(name)
+                self.start_one(name)
         self.wait_for_workers(len(names))
+
+    def start_one(self, name: str) -> None:
+        if name == SQUARE:
+            arguments = ["--join", self.target, "--name", name, "--devices", "cpu:4", *ROOTS]
+            self.run(name, "worker", [*arguments, "--state-dir", str(self.directory / name)])
+        elif name in MESHES:
+            self.start_mesh(name)
+        else:
+            self.start_worker(name)
 
 
 @pytest.fixture(scope="module")
-def meshes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshCluster]:
-    with MeshCluster(tmp_path_factory.mktemp("meshes")) as cluster:
+def meshes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatheredCluster]:
+    with GatheredCluster(tmp_path_factory.mktemp("meshes")) as cluster:
         cluster.start_coordinator()
         yield cluster
 
@@ -66,7 +67,7 @@ def meshes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshCluster]:
     ],
 )
 def test_a_mesh_and_a_single_device_train_like_one_torch_process(
-    meshes: MeshCluster, text: Path, replicas: int, layout: Layout, is_tied: bool, in_sequence: bool
+    meshes: GatheredCluster, text: Path, replicas: int, layout: Layout, is_tied: bool, in_sequence: bool
 ) -> None:
     meshes.gather((*MESHES[:replicas], *SINGLES[:replicas]))
     tensor = TensorSpec(sequence_parallel=in_sequence)
@@ -78,7 +79,7 @@ def test_a_mesh_and_a_single_device_train_like_one_torch_process(
 
 @pytest.mark.long
 def test_a_mesh_in_blocks_and_a_single_device_train_like_one_torch_process(
-    meshes: MeshCluster, text: Path
+    meshes: GatheredCluster, text: Path
 ) -> None:
     meshes.gather((SQUARE, SINGLES[0]))
     job = cut_job(text, Precision.FP64, ParallelSpec(stages=2), is_tied=True)
@@ -91,7 +92,7 @@ def test_a_mesh_in_blocks_and_a_single_device_train_like_one_torch_process(
 
 @pytest.mark.long
 def test_experts_over_a_mesh_beside_a_single_device_train_like_one_torch_process(
-    meshes: MeshCluster, text: Path
+    meshes: GatheredCluster, text: Path
 ) -> None:
     meshes.gather((MESHES[0], SINGLES[0]))
     shape = MixtralShape.model_validate(SIZES | {"num_local_experts": 5})
@@ -102,16 +103,18 @@ def test_experts_over_a_mesh_beside_a_single_device_train_like_one_torch_process
     check(train(meshes, job), run_reference(job, test_parity.NUM_STEPS), TOLERANCES[Precision.FP64])
 
 
-def test_a_device_process_that_dies_costs_no_step_and_its_worker_comes_back_smaller(
-    meshes: MeshCluster, text: Path
-) -> None:
+def check_lost(meshes: GatheredCluster, text: Path, how: str, reason: str, *, amid_step: int = 4) -> None:
+    """A device of a mesh is lost amid a backward, or before all: that costs nothing, and its worker comes back."""
     meshes.gather((*MESHES, *SINGLES))
-    job = text_job("a-device-dies", text, steps=NUM_STEPS).model_copy(update={"precision": Precision.FP64})
+    job = text_job(f"a-device-{how}", text, steps=NUM_STEPS).model_copy(update={"precision": Precision.FP64})
     devices = meshes.device_processes("m0")
     with meshes.client() as client:
         submitted = client.submit(job)
-        wait_for_step(submitted, 4)
-        devices[1].kill()
+        if amid_step:
+            wait_for_step(submitted, amid_step)
+            meshes.strike("m0", how)
+        else:
+            devices[1].suspend()
         status = submitted.wait()
         events = submitted.history()
         assert status.state is JobState.FINISHED, status.reason
@@ -124,7 +127,31 @@ def test_a_device_process_that_dies_costs_no_step_and_its_worker_comes_back_smal
         meshes.wait_for_workers(4)
         shown = {worker.worker: worker.profile.device for worker in client.workers()}
     assert shown == {"m0": "cpu", "m1": "cpu:2", "s0": "cpu", "s1": "cpu"}
+    assert f"the process of device 1 (cpu) {reason}; incarnation=" in meshes.log_of("m0")
     assert psutil.wait_procs(devices, timeout=START_S)[1] == []
+
+
+def test_a_device_process_that_dies_costs_no_step_and_its_worker_comes_back_smaller(
+    meshes: GatheredCluster, text: Path
+) -> None:
+    check_lost(meshes, text, "kill", "was killed by signal 9")
     others = meshes.device_processes("m1")
     assert meshes.stop_worker("m1") == 0
     assert psutil.wait_procs(others, timeout=START_S)[1] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("how", "amid_step", "reason"),
+    [
+        ("freeze", 4, "hung"),
+        # Never asked for before, so it is the coordinator that notices: either way the worker comes back.
+        ("freeze", 0, "hung"),
+        ("fill", 4, "is out of memory"),
+    ],
+    ids=["frozen", "frozen-from-the-first", "out-of-memory"],
+)
+def test_a_device_that_is_frozen_or_full_costs_no_step_and_its_worker_comes_back_smaller(
+    meshes: GatheredCluster, text: Path, how: str, amid_step: int, reason: str
+) -> None:
+    check_lost(meshes, text, how, reason, amid_step=amid_step)
