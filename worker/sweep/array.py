@@ -11,7 +11,7 @@ Rules of this file
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from skein.numeric.optim.optimizers import optimizer_of
 from skein.numeric.optim.side_by_side import RowTerms, update_rows
 from skein.numeric.rows import RowBuffer
 from skein.numeric.walker import Walker
-from skein.protocol.messages.array_rounds import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, PassKind
+from skein.protocol.messages.array_rounds import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, MOST_LOSS, PassKind
 from skein.protocol.rounds.weighing import clip_of
 from worker.model.base import IGNORED_LABEL, Stage
 from worker.sweep.passes import Pass, RowBatch, make_pass
@@ -149,7 +149,7 @@ class RowArray:
     def _decide(self, row: int, loss_sum: float, num_tokens: int, norm: float) -> RowStep:
         settings = self.settings[row]
         if row not in self.frozen and num_tokens:
-            if not isfinite(loss_sum):
+            if not abs(loss_sum) < MOST_LOSS:
                 self.frozen[row] = LOSS_NOT_FINITE
             elif not norm < inf:
                 self.frozen[row] = GRADIENT_NOT_FINITE

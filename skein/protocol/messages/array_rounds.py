@@ -14,6 +14,9 @@ from skein.numeric.sums import exact_sum
 
 LOSS_NOT_FINITE, GRADIENT_NOT_FINITE = "loss not finite", "gradient not finite"
 PARAMETERS_NOT_FINITE = "parameters not finite"
+MOST_LOSS = 1e200
+"""Nats from which on the loss of a row counts as not finite: what all rows sum up to in a round is told, and that has
+bounds."""
 REASONS = (LOSS_NOT_FINITE, GRADIENT_NOT_FINITE, PARAMETERS_NOT_FINITE)
 """Reasons for which rows are retired."""
 

@@ -7,7 +7,7 @@ import torch
 
 from bench.sweeping.trials import CNN, DECODER, MLP, OPTIMIZERS, Case, settings_of, together
 from skein.config.optimizer import AdamWSpec, OptimizerSpec
-from skein.protocol.messages.array_rounds import PassKind
+from skein.protocol.messages.array_rounds import LOSS_NOT_FINITE, PassKind
 from skein.types import Precision
 from worker.model.base import IGNORED_LABEL
 from worker.sweep.array import RowArray, RowSettings, RowStep
@@ -107,6 +107,14 @@ def test_a_frozen_row_stays_as_it_was_when_it_left() -> None:
     assert array.rows.num_updates == [2, 0, 2, 2]
     assert torch.equal(array.rows.params[1], before)
     assert array.taken([0, 1], PassKind.FUSED).frozen == {1: array.frozen[1]}
+
+
+def test_a_row_whose_loss_is_beyond_what_can_be_told_is_frozen() -> None:
+    array = array_of(MLP, all_settings(AdamWSpec()))
+    array.rows.params[1] *= 1e80
+    (told,) = run(array, MLP, [*range(NUM_ROWS)], range(1))
+    assert 1e200 < told[1].loss < math.inf
+    assert [step.reason for step in told] == ["", LOSS_NOT_FINITE, "", ""]
 
 
 def test_arrays_are_joined_with_their_rows_as_they_were() -> None:
