@@ -61,6 +61,11 @@ class CoresetSpec(Spec):
         return self
 
     @property
+    def is_shared(self) -> bool:
+        """Whether rows of an array draw by one choice, so that those beside a row matter to it."""
+        return self.share == "first_alive"
+
+    @property
     def chooses(self) -> bool:
         """Whether only a part of the rows is trained on."""
         return self.method != "none"

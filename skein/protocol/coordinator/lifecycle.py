@@ -63,6 +63,17 @@ def pause_asked(job: JobHistory, run: Run | None, event: PauseAsked, outbox: Out
         _halt(run, JobState.HELD, reason, outbox, now=now)
 
 
+def round_end_asked(job: JobHistory, run: Run | None, reason: str, outbox: Outbox, *, now: float) -> None:
+    """Have an array end with the round that it is in, so that its rows go on in others."""
+    if run is not None:
+        _halt(run, JobState.FINISHED, reason, outbox, now=now)
+    elif job.members:
+        # An earlier coordinator began it: its run, which is yet to begin here, saves what workers have.
+        outbox.record(HaltAsked(job=job.job, state=JobState.FINISHED, reason=reason, wall_s=now))
+    else:
+        outbox.record(JobEnded(job=job.job, state=JobState.FINISHED, reason=reason, wall_s=now))
+
+
 def _halt(run: Run, state: JobState, reason: str, outbox: Outbox, *, now: float) -> None:
     job = run.job
     outbox.record(HaltAsked(job=job.job, state=state, reason=reason, wall_s=now))

@@ -14,6 +14,7 @@ from skein.protocol.log.holding import Holding, holding_of
 from skein.protocol.log.learned import learned_after, learned_under
 from skein.protocol.log.openings import Opening, is_covered, position_reached
 from skein.protocol.log.row_choices import carried_choices, newest_choices, row_places
+from skein.protocol.log.row_history import RowsByVersion, has_lost_rows, rounds_with, rows_begun
 from skein.protocol.log.usage import Usage
 from skein.protocol.log.workclock import WorkClock
 from skein.protocol.messages.array_rounds import RowNumbers
@@ -139,6 +140,11 @@ class JobHistory:
         return self.end is not None or self.held is not None
 
     @property
+    def ends_with_round(self) -> bool:
+        """Whether it is an array that is to end with its round, so that its rows go on in others."""
+        return self.halt is not None and self.halt.state is JobState.FINISHED
+
+    @property
     def may_hold(self) -> dict[records.GenerationMember, frozenset[ChunkVersion]]:
         """Chunks that processes may hold, here or not: stages at `version`, or as they were when these went away."""
         merged = dict(self.behind)
@@ -259,6 +265,7 @@ class History:
         )
         if isinstance(job.spec, ArrayJob):
             job.chosen = carried_choices(job.spec, job.job, self._chosen_of)
+            job.rounds = {Step(0): rows_begun(job.spec, self._rounds_of)}
         if sweep is None:
             self.num_submitted += 1
             self.job_by_key[namespace, record.key] = record.job
@@ -268,6 +275,9 @@ class History:
 
     def _chosen_of(self, job: JobId) -> list[records.CoresetChosen]:
         return self.jobs[job].chosen if job in self.jobs else []
+
+    def _rounds_of(self, job: JobId) -> RowsByVersion:
+        return self.jobs[job].rounds if job in self.jobs else {}
 
     def _note_pending(self, job: JobHistory) -> None:
         """Keep the pending jobs in order: many more have ended, and the scheduler asks all the time."""
@@ -307,7 +317,9 @@ class History:
                 self._usage.setdefault(job.namespace, Usage()).add(worker_s, wall_s=record.wall_s)
                 job.version = Step(job.version + 1)
                 job.last_commit = record.record
-                _note_round(job, record.record)
+                if job.spec.rows:
+                    job.rounds = rounds_with(job.rounds, job.version, record.record.rows, job.checkpoints)
+                    self.num_turns += has_lost_rows(job.rounds, job.version)
                 job.losses.stepped(record.record)
                 job.clock.stepped(record.wall_s)
                 job.diverged = None if job.losses.doubt() is None else job.diverged
@@ -441,14 +453,6 @@ class History:
         if found.end is not None:
             return found.end.state
         return None if found.held is None else JobState.HELD
-
-
-def _note_round(job: JobHistory, record: StepRecord) -> None:
-    """Keep what the rows of an array have come to, as long as it may go back there."""
-    if job.spec.rows:
-        oldest = min((x.version for x in job.checkpoints), default=Step(0))
-        job.rounds = {at: x for at, x in job.rounds.items() if at >= oldest}
-        job.rounds[job.version] = record.rows
 
 
 def _resume(job: JobHistory, record: records.JobResumed) -> None:

@@ -3,14 +3,11 @@
 from collections.abc import Sequence
 
 from skein.config.job import ArrayJob, read_spec
-from skein.config.sweep.rows import RowOrigin
 from skein.plan.sweeping.choosing import RowPlace
 from skein.protocol.log.history import History
 from skein.protocol.log.records import JobSubmitted
+from skein.protocol.log.row_history import rows_begun
 from skein.protocol.messages.array_rounds import RowNumbers
-from skein.types import JobId
-
-_DRAWN = RowNumbers(loss=0.0, num_tokens=0, gradient_norm=0.0, clip=1.0, learning_rate=0.0, num_updates=0)
 
 
 def begin_faults(history: History, record: JobSubmitted) -> list[str]:
@@ -37,22 +34,16 @@ def begin_faults(history: History, record: JobSubmitted) -> list[str]:
         told = None if row.origin is None else (row.origin.job, row.origin.version, row.origin.row)
         if told != place or row.trial != trial:
             faults.append(f"trial {trial} goes on from {told}, and was {place} last")
-    faults += [
-        f"row {at} is retired, or has not made {spec.array.first_step} steps: {row}"
-        for at, row in enumerate(rows_at_begin(spec, history))
-        if row.retired or row.num_updates != spec.array.first_step
-    ]
+    rows = rows_at_begin(spec, history)
+    faults += [f"row {at} is retired: {row}" for at, row in enumerate(rows) if row.retired]
+    if (fewest := min(row.num_updates for row in rows)) != spec.array.first_step:
+        faults.append(f"rows begin after {spec.array.first_step} steps, and one has made {fewest}")
     return faults
 
 
 def rows_at_begin(job: ArrayJob, history: History) -> tuple[RowNumbers, ...]:
     """Numbers of the rows that an array begins with."""
-    return tuple(_DRAWN if row.origin is None else _last_of(row.origin, history) for row in job.rows)
-
-
-def _last_of(origin: RowOrigin, history: History) -> RowNumbers:
-    last = history.jobs[JobId(origin.job)].last_commit
-    return _DRAWN if last is None else last.rows[origin.row]
+    return rows_begun(job, lambda other: history.jobs[other].rounds)
 
 
 def row_faults(

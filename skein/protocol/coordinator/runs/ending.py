@@ -8,6 +8,7 @@ Rules of this file
 
 from dataclasses import dataclass
 
+from skein.config.job import ArrayJob
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.checkpoints.keeping import newest_sound
 from skein.protocol.coordinator.runs.part import RunPart
@@ -62,8 +63,10 @@ def divergence_text(job: JobHistory, diverged: Diverged) -> str:
 
 def _has_no_row_left(job: JobHistory) -> bool:
     """Whether no row of an array makes steps any more."""
-    array = None if job.last_commit is None else job.last_commit.array
-    return array is not None and not array.num_alive
+    spec = job.spec
+    if not isinstance(spec, ArrayJob) or job.last_commit is None:
+        return False
+    return all(row.retired or row.num_updates >= spec.array.last_step for row in job.last_commit.rows)
 
 
 class Ending(RunPart):
@@ -106,7 +109,7 @@ class Ending(RunPart):
         if job.diverged is not None and job.spec.on_divergence != "ignore":
             return Stop(state=JobState.FAILED, reason=self._failure())
         if _has_no_row_left(job):
-            reason = f"all rows are retired after {job.version} steps"
+            reason = f"no row makes steps any more after {job.version} rounds"
             return Stop(state=JobState.FINISHED, reason=reason, evaluates=True, saves=True)
         if job.version >= job.total_steps:
             reason = f"{job.version} steps done"

@@ -249,7 +249,8 @@ class Run:
         parts, course = self._parts, self._course
         if course.is_in(phases.GatherPhase):
             gathers_at = max(course.gathers_at(), parts.asking.deadline() or 0.0)
-            return gathers_at if course.is_to_fence() or self.job.halt else parts.gathering.pardons_at
+            is_ending = self.job.halt is not None and not self.job.ends_with_round
+            return gathers_at if course.is_to_fence() or is_ending else parts.gathering.pardons_at
         if isinstance(self.phase, phases.FencePhase):
             gives_up_at = parts.vigil.gives_up_at(self.plan)
             is_held_back = self.phase.held_back is not None

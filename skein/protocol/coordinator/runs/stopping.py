@@ -36,6 +36,8 @@ class Stopping:
     def halted(self, *, now: float) -> bool:
         """Whether the run has ended, at somebody's wish, with nothing left that could be saved."""
         parts, course = self._parts, self._course
+        if parts.job.ends_with_round:
+            return self._has_ended_with_round(now=now)
         is_hopeless = course.is_in(phases.GatherPhase) and now >= course.gathers_at()
         may_save = not is_hopeless or (parts.may_save() and not parts.gathering.is_hopeless)
         saved = parts.savings.newest
@@ -44,6 +46,19 @@ class Stopping:
         stop = parts.ending.halted(saved, may_save=may_save or bool(waits), because=parts.asking.outcome)
         if stop is not None and not course.is_in(phases.EndPhase):
             self.stop(stop, now=now)
+        return course.is_in(phases.EndPhase)
+
+    def _has_ended_with_round(self, *, now: float) -> bool:
+        """Whether an array that is to end with its round has ended.
+
+        The boundary after its round ends it. While no worker has it, it ends if nothing is newer than what is saved;
+        else who comes next makes again what is lost, for its rows are to go on.
+        """
+        parts, course = self._parts, self._course
+        halt = parts.job.halt
+        assert halt is not None, "asked by the caller"
+        if course.is_in(phases.GatherPhase) and parts.savings.newest >= parts.job.version:
+            self.stop(Stop(state=halt.state, reason=halt.reason), now=now)
         return course.is_in(phases.EndPhase)
 
     # --- waiting ---

@@ -74,6 +74,15 @@ class Scheduler:
         """Workers that are with the run of a job, sorted."""
         return tuple(sorted(self._crews.of(job)))
 
+    def spare(self, job: JobHistory) -> int:
+        """Workers that nobody has or waits for and a job may be given; below 0: those that are lacking."""
+        owners = {worker: self.run_of(worker) for worker, entry in self._live.items() if not entry.is_leaving}
+        num_free = sum(run is None or run.has_ended for run in owners.values())
+        num_waiting = sum(
+            other.job not in self.runs or not self._crews.of(other.job) for other in self._pending()
+        )
+        return int(min(num_free - num_waiting, self._room(job)))
+
     def deadline(self) -> float | None:
         """Time at which `look` is wanted next; None: it is not."""
         return self._looks_at if self._had_choice and self._has_choice() else None

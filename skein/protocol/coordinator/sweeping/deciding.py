@@ -19,6 +19,7 @@ from skein.protocol.coordinator.sweeping.standing import (
     asked_of,
     best_trial,
     measure_of,
+    stands_in,
     stands_of,
 )
 from skein.protocol.log.history import History, JobHistory
@@ -81,9 +82,8 @@ def _results(sweep: JobHistory, history: History) -> Iterator[tuple[Advance, flo
         spec, end = array.spec, array.end
         if end is None or end.state is JobState.CANCELLED or not isinstance(spec, ArrayJob):
             continue
-        for row, arrayed in enumerate(spec.rows):
-            trial = TrialStand(trial=trials[arrayed.trial], array=array, row=row)
-            made = Advance(trial=arrayed.trial, num_steps=spec.array.last_step)
+        for trial in stands_in(array, trials, history):
+            made = Advance(trial=trial.trial.number, num_steps=spec.array.last_step)
             if trial.failure:
                 yield made, nan
             elif trial.num_steps >= spec.array.last_step:

@@ -4,15 +4,17 @@ Rules of this file
 - What is to be done follows from the records alone, so a coordinator that starts again goes on where the last was.
 - As many arrays are begun as workers are here, and a few more, so that no worker waits for a decision; what is left
   is packed when it is their turn, for the workers of that time.
+- Arrays are packed anew where workers come, go or have none, and where rows are retired: they end with their rounds,
+  and their rows are due like any others. Nothing else begins until they have, unless a worker would wait for them.
 - A sweep has no run. It ends, or is held, when all its arrays have.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 
 from skein.config.job import JobSpec
 from skein.config.sweep.arrays import array_job
-from skein.config.sweep.rows import ArrayRow, ArraySpec, RowOrigin
+from skein.config.sweep.rows import ArrayRow, ArraySpec
 from skein.config.sweep.trials import SweepTrial
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Infeasible
@@ -20,7 +22,9 @@ from skein.plan.sweeping.packing import packed, round_steps
 from skein.protocol.coordinator import lifecycle
 from skein.protocol.coordinator.coordinator_io import CancelAsked, Outbox, PauseAsked, ResumeAsked
 from skein.protocol.coordinator.quotas import QuotaUses
+from skein.protocol.coordinator.runs.phase import GatherPhase
 from skein.protocol.coordinator.runs.run import Run
+from skein.protocol.coordinator.sweeping.anew import chosen_anew
 from skein.protocol.coordinator.sweeping.deciding import SweepCourse, course_of, progress_words
 from skein.protocol.coordinator.sweeping.pruning import spare_checkpoints
 from skein.protocol.coordinator.sweeping.standing import TrialStand, asked_of
@@ -40,11 +44,25 @@ _SETTLE_S = 2.0
 
 
 class Sweeps:
-    """Sweeps of a coordinator. `live` are its workers, `runs` those of all jobs."""
+    """Sweeps of a coordinator.
 
-    def __init__(self, live: Mapping[WorkerId, Entry], runs: Mapping[JobId, Run], outbox: Outbox) -> None:
+    Args:
+        live: its workers.
+        runs: of all jobs.
+        spare: workers that nobody has or waits for and a job may be given; below 0: those that are lacking.
+        outbox: for what is decided.
+    """
+
+    def __init__(
+        self,
+        live: Mapping[WorkerId, Entry],
+        runs: Mapping[JobId, Run],
+        spare: Callable[[JobHistory], int],
+        outbox: Outbox,
+    ) -> None:
         self._live = live
         self._runs = runs
+        self._spare = spare
         self._out = outbox
         self._seen = (-1, -1)
         self._settles_at: float | None = None
@@ -81,31 +99,64 @@ class Sweeps:
         # A coordinator may have died when it had recorded that the sweep goes on, and not of all its arrays.
         if self._resume_arrays(sweep, _HALTED, now=now):
             active = self._active(sweep)
-        num_wanted = len(self._live) + _NUM_AHEAD - len(active)
         is_settling = not self._live or self._settles_at is not None
-        if active and (num_wanted <= 0 or is_settling):
+        if active and (is_settling or self._waits_for_rounds(active)):
             return
         course = course_of(sweep, self._out.history)
+        num_wanted = len(self._live) + _NUM_AHEAD - len(active)
         if course.due and is_settling:
             return  # Rows are shared out among all who are here.
-        if course.due:
+        if self._pack_anew(sweep, active, course, now=now):
+            return
+        if course.due and (num_wanted > 0 or not active):
             self._begin_due(sweep, course, most=max(1, num_wanted), now=now)
-        elif not active:
+        elif not course.due and not active:
             self._end(sweep, course, now=now)
 
+    def _waits_for_rounds(self, active: Sequence[JobHistory]) -> bool:
+        """Whether rows of arrays are to be packed with others once their rounds are over."""
+        return any(array.ends_with_round and not self._waits(array.job) for array in active)
+
+    def _waits(self, array: JobId) -> bool:
+        """Whether no worker has an array."""
+        run = self._runs.get(array)
+        return run is None or isinstance(run.phase, GatherPhase)
+
+    def _pack_anew(
+        self, sweep: JobHistory, active: Sequence[JobHistory], course: SweepCourse, *, now: float
+    ) -> bool:
+        """Have arrays end with their rounds whose rows are better packed otherwise; whether there are any."""
+        chosen, reason = chosen_anew(
+            active,
+            [array.job for array in active if self._waits(array.job)],
+            course,
+            num_spare=self._spare(sweep),
+            most_rows=asked_of(sweep).most_rows,
+        )
+        for job in chosen:
+            array, run = self._out.history.jobs[job], self._runs.get(job)
+            lifecycle.round_end_asked(array, run, reason, self._out, now=now)
+        return bool(chosen)
+
     def _begin_due(self, sweep: JobHistory, course: SweepCourse, *, most: int, now: float) -> None:
-        """Begin so many arrays of those that are due; those that have come farthest go first."""
-        by_steps: dict[tuple[int, int], list[TrialStand]] = {}
+        """Begin so many arrays of those that are due; those that have come farthest go first, beside each other."""
+        by_end: dict[tuple[int, int], list[TrialStand]] = {}
         for advance in course.due:
             stand = course.stands[advance.trial]
-            by_steps.setdefault((stand.num_steps_saved, advance.num_steps), []).append(stand)
-        for (first_step, last_step), stands in sorted(by_steps.items(), reverse=True):
-            share = ceil(len(self._live) * len(stands) / len(course.due))
+            # Rows that are asked for one choice are at one step.
+            least = stand.num_steps_saved if stand.trial.job.data.coreset.is_shared else 0
+            by_end.setdefault((advance.num_steps, least), []).append(stand)
+        # Whoever has something to do keeps it.
+        num_spare = self._spare(sweep)
+        num_workers = num_spare if num_spare > 0 else len(self._live)
+        for (last_step, _), stands in sorted(by_end.items(), reverse=True):
+            share = ceil(num_workers * len(stands) / len(course.due))
+            stands.sort(key=lambda stand: -stand.num_steps_saved)
             for trials in self._packed(sweep, stands, num_workers=share):
                 if most:
                     most -= 1
                     own = [course.stands[trial.number] for trial in trials]
-                    self._begin(sweep, own, first_step, last_step, now=now)
+                    self._begin(sweep, own, last_step, now=now)
 
     def _packed(
         self, sweep: JobHistory, stands: Sequence[TrialStand], *, num_workers: int
@@ -118,13 +169,11 @@ class Sweeps:
         arrays = (self._out.history.jobs[job] for job in sweep.arrays)
         return [array for array in arrays if not array.is_at_rest]
 
-    def _begin(
-        self, sweep: JobHistory, stands: Sequence[TrialStand], first_step: int, last_step: int, *, now: float
-    ) -> None:
+    def _begin(self, sweep: JobHistory, stands: Sequence[TrialStand], last_step: int, *, now: float) -> None:
         """Begin an array of these trials, or of the first of them if no worker has memory for all."""
         num_wanted = len(stands)
         while True:
-            spec = self._array(sweep, stands, first_step, last_step)
+            spec = self._array(sweep, stands, last_step)
             if len(stands) == 1 or self._fits(spec):
                 break
             stands = stands[: ceil(len(stands) / 2)]
@@ -145,16 +194,14 @@ class Sweeps:
         named = ", ".join(str(stand.trial.number) for stand in stands)
         self._out.log(f"begins {job} with trials {named}, to step {last_step}", job=sweep.job)
 
-    def _array(
-        self, sweep: JobHistory, stands: Sequence[TrialStand], first_step: int, last_step: int
-    ) -> JobSpec:
+    def _array(self, sweep: JobHistory, stands: Sequence[TrialStand], last_step: int) -> JobSpec:
         """The job that an array is; of a trial that nothing is compared with on the way, its own."""
         asked, trial = asked_of(sweep), stands[0].trial.job
-        if asked.search != "hyperband" and len(stands) == 1 and stands[0].checkpoint is None:
+        if asked.search != "hyperband" and len(stands) == 1 and stands[0].origin is None:
             return _alone(trial)
         array = ArraySpec(
             rows=tuple(map(_row, stands)),
-            first_step=first_step,
+            first_step=min(stand.num_steps_saved for stand in stands),
             last_step=last_step,
             schedule_steps=trial.total_steps,
             fuse=asked.fuse,
@@ -266,19 +313,21 @@ class Sweeps:
         """Have arrays go on that are in one of these states, or about to come to rest; whether there were any."""
         history = self._out.history
         arrays = [history.jobs[job] for job in sweep.arrays]
-        resumed = [x for x in arrays if x.halt is not None or history.state_of(x.job) in states]
+        resumed = [
+            x
+            for x in arrays
+            if (x.halt is not None and not x.ends_with_round) or history.state_of(x.job) in states
+        ]
         for array in resumed:
             self._out.record(JobResumed(job=array.job, steps=None, wall_s=now))
         return bool(resumed)
 
 
 def _row(stand: TrialStand) -> ArrayRow:
-    trial, origin = stand.trial, None
-    # Also where no step counts: a row that was put back to its beginning goes on at another rate.
-    if stand.checkpoint is not None:
-        assert stand.array is not None, "saved by it"
-        origin = RowOrigin(job=stand.array.job, version=stand.checkpoint, row=stand.row)
-    return ArrayRow(trial=trial.number, optimizer=trial.job.optimizer, seed=trial.job.seed, origin=origin)
+    trial = stand.trial
+    return ArrayRow(
+        trial=trial.number, optimizer=trial.job.optimizer, seed=trial.job.seed, origin=stand.origin
+    )
 
 
 def _alone(trial: JobSpec) -> JobSpec:

@@ -1,0 +1,86 @@
+"""Arrays that are packed anew in a simulated world: a trial makes each of its steps once, whatever dies meanwhile."""
+
+import pytest
+
+from skein.config.job import ArrayJob, JobSpec
+from skein.config.sweep.spec import SweepSpec
+from skein.protocol.coordinator.sweeping.standing import stands_of
+from skein.protocol.log.history import History, JobHistory
+from skein.protocol.log.records import HaltAsked, JobSubmitted, StepCommitted
+from skein.sim.scenario import make_world, with_arrays
+from skein.sim.world import World
+from skein.types import JobId, JobState, WorkerId
+from tests.support.jobs import small_job
+from tests.support.worlds import finish, fleet_of, of_kind, run_events, run_until
+
+SWEEP = JobId("small-1")
+STEPS = 64
+DIVERGING = (2, 10, 18)
+"""Seeds of rows that the simulated executor has diverge after 21 steps."""
+
+
+def sweep(*seeds: int, per_array: int | None = None) -> JobSpec:
+    alone = small_job(stages=1, replicas=1, microbatches=2, steps=STEPS, save_every=2)
+    trials = tuple({"seed": seed} for seed in seeds)
+    spec = SweepSpec(trials=trials, fuse="auto", round_steps=4, per_array=per_array)
+    return alone.model_copy(update={"sweep": spec})
+
+
+def world_of(job: JobSpec, num_workers: int) -> World:
+    world = make_world(job, fleet_of(num_workers), seed=0, new_world=with_arrays(World))
+    run_until(world, lambda world: bool(of_kind(world.log, StepCommitted)))
+    return world
+
+
+def add_worker(world: World) -> None:
+    known = next(iter(world.workers.values())).machine.identity
+    world.add_worker(
+        WorkerId("late"),
+        known.site,
+        flops_per_s=known.profile.flops_per_s,
+        memory_bytes=known.profile.memory_bytes,
+    )
+
+
+def arrays_of(history: History) -> list[JobHistory]:
+    return [history.jobs[job] for job in history.jobs[SWEEP].arrays]
+
+
+def check(history: History, seeds: tuple[int, ...]) -> None:
+    """Rows have made all steps, and those that diverge are retired where a round began; chains were judged before."""
+    for seed, stand in zip(seeds, stands_of(history.jobs[SWEEP], history), strict=True):
+        assert bool(stand.failure) == (seed in DIVERGING)
+        assert stand.num_steps == (20 if seed in DIVERGING else STEPS)
+
+
+@pytest.mark.parametrize("num_events", [0, 40, 80, 120, 160])
+def test_a_late_worker_has_its_share_from_the_next_round_on_though_the_first_dies(num_events: int) -> None:
+    world = world_of(sweep(0, 1, 3, 4), 1)
+    first = next(iter(world.workers))
+    add_worker(world)
+    run_until(world, lambda world: bool(of_kind(world.log, HaltAsked)))
+    run_events(world, num_events)
+    world.kill_worker(first)
+    history = finish(world, about=f"{num_events} events").outcome.history
+    check(history, (0, 1, 3, 4))
+    parted, *parts = arrays_of(history)
+    assert parted.version < parted.total_steps
+    assert sorted(trial for part in parts[:2] for trial in part.trials) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_is_left_of_an_array_is_joined_with_what_waits(restarts: bool) -> None:
+    seeds = (*DIVERGING, 0, 1, 3, 4, 5)
+    world = world_of(sweep(*seeds, per_array=6), 1)
+    run_until(world, lambda world: bool(of_kind(world.log, HaltAsked)))
+    (halted,) = of_kind(world.log, HaltAsked)
+    assert halted.state is JobState.FINISHED
+    if restarts:
+        world.crash_coordinator(restarts_after_s=1.0)
+    history = finish(world, about="joined").outcome.history
+    check(history, seeds)
+    begun = [record for record in of_kind(world.log, JobSubmitted) if record.sweep == SWEEP]
+    assert [record.trials for record in begun] == [(0, 1, 2, 3), (4, 5, 6, 7), (3, 4, 5, 6, 7)]
+    joined = arrays_of(history)[-1].spec
+    assert isinstance(joined, ArrayJob)
+    assert joined.array.first_step == 0
