@@ -1,12 +1,16 @@
 """Arrays that are packed anew in a simulated world: a trial makes each of its steps once, whatever dies meanwhile."""
 
+from functools import partial
+
 import pytest
 
 from skein.config.job import ArrayJob, JobSpec
 from skein.config.sweep.spec import SweepSpec
+from skein.plan.sweeping.packing import ROUND_S
 from skein.protocol.coordinator.sweeping.standing import stands_of
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import HaltAsked, JobSubmitted, StepCommitted
+from skein.sim.compute.arrays import SimArrays
 from skein.sim.scenario import make_world, with_arrays
 from skein.sim.world import World
 from skein.types import JobId, JobState, WorkerId
@@ -66,6 +70,23 @@ def test_a_late_worker_has_its_share_from_the_next_round_on_though_the_first_die
     parted, *parts = arrays_of(history)
     assert parted.version < parted.total_steps
     assert sorted(trial for part in parts[:2] for trial in part.trials) == [0, 1, 2, 3]
+
+
+def test_rounds_take_as_long_as_they_should_once_a_step_was_measured() -> None:
+    job = sweep(0, 1, 3, 4)
+    assert job.sweep is not None
+    job = job.model_copy(update={"sweep": job.sweep.model_copy(update={"round_steps": None})})
+    new_world = partial(World, new_executor=SimArrays(row_s=ROUND_S / 4).executor)
+    world = make_world(job, fleet_of(1), seed=0, new_world=new_world)
+    history = finish(world, about="calm").outcome.history
+    check(history, (0, 1, 3, 4))
+    first, second = (array.spec for array in arrays_of(history))
+    assert isinstance(first, ArrayJob)
+    assert isinstance(second, ArrayJob)
+    # Four rows take a fourth of a round each.
+    assert first.round_steps > 4
+    assert second.round_steps == 1
+    assert arrays_of(history)[0].version <= 2
 
 
 @pytest.mark.parametrize("restarts", [False, True])

@@ -6,8 +6,10 @@ Rules of this file
 - Rows that make no more steps are not in the copy: nothing is computed for them.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 
 import torch
 
@@ -38,10 +40,21 @@ class RowRound:
         reader: reads samples that passes are tried with.
     """
 
-    def __init__(self, held: HeldRows, module: Stage, choices: PassChoices, reader: RowReader) -> None:
+    def __init__(
+        self,
+        held: HeldRows,
+        module: Stage,
+        choices: PassChoices,
+        reader: RowReader,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._held = held
         self.numbers = [replace(told, num_tokens=0) for told in held.numbers]
         """Numbers of all rows at the newest local step."""
+        self._clock = clock
+        self._took_s: list[float] = []
+        """Seconds of a local step in each op that made some."""
         self.num_ops = 0
         """Ops that the copy is after."""
         self.places = held.going()
@@ -68,12 +81,20 @@ class RowRound:
         """
         job = self._held.job
         is_last = self.num_ops == job.batch.num_microbatches - 1
-        num_steps = job.array.op_steps
+        num_steps, began_s = job.array.op_steps, self._clock()
         steps = [self._step(reader, is_last=is_last and made == num_steps - 1) for made in range(num_steps)]
         self.num_ops += 1
         array = ArrayRound.together(steps)
         assert array is not None, "an op has a local step"
-        return array
+        return replace(array, step_s=self._paced(array.num_local_steps, began_s))
+
+    def _paced(self, num_made: int, began_s: float) -> float:
+        """Seconds of a local step so far, by the ops of the round; the first, a cold one, only if there is no other."""
+        if num_made:
+            if self._held.device.type == "cuda":
+                torch.cuda.synchronize(self._held.device)
+            self._took_s.append((self._clock() - began_s) / num_made)
+        return median(self._took_s[1:] or self._took_s or [0.0])
 
     def _step(self, reader: RowReader, *, is_last: bool) -> ArrayRound:
         is_made = self._move(reader)

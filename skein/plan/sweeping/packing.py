@@ -132,19 +132,35 @@ def brackets_of_sweep(job: JobSpec) -> tuple[tuple[Rung, ...], ...]:
     return split_brackets(sweep.size, most, least_steps=least, eta=sweep.eta, num_brackets=sweep.num_brackets)
 
 
-def round_steps(job: JobSpec, *, num_rows: int, num_steps: int, flops_per_s: float) -> int:
-    """Steps of each row in a round that takes about `ROUND_S`, as far as can be told before anything is measured.
+def row_seconds(job: JobSpec, *, flops_per_s: float) -> float:
+    """Seconds of a row's step, as far as can be told before anything is measured.
+
+    Args:
+        job: what the row would be alone.
+        flops_per_s: of the worker.
+    """
+    layers = job.layers
+    flops = sum(x.forward_flops + x.backward_flops for x in layers) * job.batch.samples
+    return max(flops / max(1.0, flops_per_s), _LEAST_LAYER_S * len(layers))
+
+
+def unmeasured_steps(num_steps: int) -> int:
+    """Steps of a first round, at most, before anything is measured, of so many in all.
+
+    >>> unmeasured_steps(400), unmeasured_steps(3)
+    (50, 1)
+    """
+    return max(1, num_steps // 8)
+
+
+def round_steps(job: JobSpec, *, num_rows: int, num_steps: int, row_s: float) -> int:
+    """Steps of each row in a round that takes about `ROUND_S`.
 
     Args:
         job: what one of the rows would be alone.
         num_rows: of the array.
         num_steps: that it is to make.
-        flops_per_s: of the worker.
+        row_s: seconds of a row's step, beside so many others.
     """
-    layers = job.layers
-    row_s = (
-        sum(x.forward_flops + x.backward_flops for x in layers) * job.batch.samples / max(1.0, flops_per_s)
-    )
-    step_s = num_rows * max(row_s, _LEAST_LAYER_S * len(layers))
     most = min(_MOST_ROUND_STEPS, num_steps, 1_000_000 // job.batch.samples)
-    return max(1, min(most, round(ROUND_S / step_s)))
+    return max(1, min(most, round(ROUND_S / (num_rows * row_s))))

@@ -14,7 +14,7 @@ from skein.protocol.log.holding import Holding, holding_of
 from skein.protocol.log.learned import learned_after, learned_under
 from skein.protocol.log.openings import Opening, is_covered, position_reached
 from skein.protocol.log.row_choices import carried_choices, newest_choices, row_places
-from skein.protocol.log.row_history import RowsByVersion, has_lost_rows, rounds_with, rows_begun
+from skein.protocol.log.row_history import RowsByVersion, is_turn, rounds_with, rows_begun
 from skein.protocol.log.usage import Usage
 from skein.protocol.log.workclock import WorkClock
 from skein.protocol.messages.array_rounds import RowNumbers
@@ -319,7 +319,7 @@ class History:
                 job.last_commit = record.record
                 if job.spec.rows:
                     job.rounds = rounds_with(job.rounds, job.version, record.record.rows, job.checkpoints)
-                    self.num_turns += has_lost_rows(job.rounds, job.version)
+                    self.num_turns += is_turn(job.rounds, job.version)
                 job.losses.stepped(record.record)
                 job.clock.stepped(record.wall_s)
                 job.diverged = None if job.losses.doubt() is None else job.diverged

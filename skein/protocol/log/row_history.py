@@ -47,7 +47,7 @@ def rounds_with(
     return {**{at: x for at, x in rounds.items() if oldest <= at < version}, version: carried}
 
 
-def has_lost_rows(rounds: RowsByVersion, version: Step) -> bool:
-    """Whether more rows are retired at a version than at the one before."""
+def is_turn(rounds: RowsByVersion, version: Step) -> bool:
+    """Whether a sweep looks at an array at this version: a first round tells its pace, or more rows are retired."""
     now, before = (rounds.get(Step(at), ()) for at in (version, version - 1))
-    return sum(bool(row.retired) for row in now) > sum(bool(row.retired) for row in before)
+    return version == 1 or sum(bool(row.retired) for row in now) > sum(bool(row.retired) for row in before)

@@ -67,12 +67,15 @@ class ArrayRound:
     """Local steps of an array's rows, each of which made as many as its own count of updates has grown by.
 
     `speedup`: how many times as fast as the loop the best other pass was when it was measured; 1: there is no other.
+    `step_s`: seconds of a local step of all rows that make steps, samples and updates included, as measured where they
+    are made, warm; 0: it was not.
     """
 
     rows: tuple[RowNumbers, ...]
     num_local_steps: int
     pass_kind: PassKind
     speedup: float
+    step_s: float = 0.0
 
     @property
     def num_alive(self) -> int:

@@ -85,7 +85,9 @@ def chain_of(seed: int, count: int) -> str:
 class SimArrays:
     """Rows of all arrays of a world, by the lineage of commits that they are after."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_s: float = 0.0) -> None:
+        """`row_s`: seconds of a row's step that workers tell; 0: they measure none."""
+        self.row_s = row_s
         self._rows: dict[str, tuple[SimRow, ...]] = {}
 
     def executor(self, worker: WorkerId, flops_per_s: float) -> "ArrayExecutor":
@@ -217,6 +219,7 @@ class ArrayExecutor(SimExecutor):
             num_local_steps=int(any(moved)),
             pass_kind=PassKind.FUSED,
             speedup=2.0,
+            step_s=self._arrays.row_s * sum(moved),
         )
 
     def _moved(self, at: int) -> SimRow:

@@ -1072,10 +1072,13 @@ class ArrayRound(_message.Message):
     NUM_LOCAL_STEPS_FIELD_NUMBER: _builtins.int
     PASS_KIND_FIELD_NUMBER: _builtins.int
     SPEEDUP_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
     num_local_steps: _builtins.int
     pass_kind: Global___PassKind.ValueType
     speedup: _builtins.float
     """Of the best other pass over the loop, as measured."""
+    step_s: _builtins.float
+    """Of a local step of all rows that make steps, as measured; 0: it was not."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowNumbers]: ...
     def __init__(
@@ -1085,10 +1088,11 @@ class ArrayRound(_message.Message):
         num_local_steps: _builtins.int = ...,
         pass_kind: Global___PassKind.ValueType = ...,
         speedup: _builtins.float = ...,
+        step_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_local_steps", b"num_local_steps", "pass_kind", b"pass_kind", "rows", b"rows", "speedup", b"speedup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_local_steps", b"num_local_steps", "pass_kind", b"pass_kind", "rows", b"rows", "speedup", b"speedup", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,7 +18,7 @@ from skein.config.sweep.rows import ArrayRow, ArraySpec
 from skein.config.sweep.trials import SweepTrial
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Infeasible
-from skein.plan.sweeping.packing import packed, round_steps
+from skein.plan.sweeping.packing import packed, parting, round_steps, row_seconds, unmeasured_steps
 from skein.protocol.coordinator import lifecycle
 from skein.protocol.coordinator.coordinator_io import CancelAsked, Outbox, PauseAsked, ResumeAsked
 from skein.protocol.coordinator.quotas import QuotaUses
@@ -26,8 +26,9 @@ from skein.protocol.coordinator.runs.phase import GatherPhase
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.coordinator.sweeping.anew import chosen_anew
 from skein.protocol.coordinator.sweeping.deciding import SweepCourse, course_of, progress_words
+from skein.protocol.coordinator.sweeping.pace import is_off, measured_row_s
 from skein.protocol.coordinator.sweeping.pruning import spare_checkpoints
-from skein.protocol.coordinator.sweeping.standing import TrialStand, asked_of
+from skein.protocol.coordinator.sweeping.standing import TrialStand, asked_of, stands_of
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
 from skein.protocol.membership.membership import Entry
@@ -133,6 +134,12 @@ class Sweeps:
             num_spare=self._spare(sweep),
             most_rows=asked_of(sweep).most_rows,
         )
+        if not chosen and asked_of(sweep).round_steps is None:
+            off = [x for x in active if x.halt is None and is_off(x, course.stands[x.trials[0]])]
+            chosen, reason = (
+                tuple(x.job for x in off),
+                "its rounds take much longer or shorter than they should",
+            )
         for job in chosen:
             array, run = self._out.history.jobs[job], self._runs.get(job)
             lifecycle.round_end_asked(array, run, reason, self._out, now=now)
@@ -208,14 +215,17 @@ class Sweeps:
             min_speedup=asked.min_speedup,
             on_divergence="rewind" if trial.on_divergence == "rewind" else "retire",
         )
-        speeds = [entry.hello.profile.flops_per_s for entry in self._live.values()]
-        steps = asked.round_steps or round_steps(
-            trial,
-            num_rows=len(stands),
-            num_steps=array.num_steps,
-            flops_per_s=max(speeds),
-        )
+        steps = asked.round_steps or self._round_steps(sweep, stands, array.num_steps)
         return array_job(trial, array, round_steps=min(steps, array.num_steps))
+
+    def _round_steps(self, sweep: JobHistory, stands: Sequence[TrialStand], num_steps: int) -> int:
+        """Steps of a round of these trials, by what rows like them have taken, if they were measured."""
+        history, trial = self._out.history, stands[0].trial
+        measured = measured_row_s(sweep, stands_of(sweep, history), parting(trial), history)
+        speeds = [entry.hello.profile.flops_per_s for entry in self._live.values()]
+        row_s = measured or row_seconds(trial.job, flops_per_s=max(speeds))
+        steps = round_steps(trial.job, num_rows=len(stands), num_steps=num_steps, row_s=row_s)
+        return steps if measured else min(steps, unmeasured_steps(num_steps))
 
     def _fits(self, spec: JobSpec) -> bool:
         """Whether the roomiest worker has memory for an array."""
