@@ -50,7 +50,8 @@ def _told_pace(
         forward_s[place], backward_s[place] = op.forward_s + op.loss_s, op.backward_s
         weight_s[place] = op.weight_s
     waits_s, bytes_per_s = np.zeros((len(workers),) * 2), np.full((len(workers),) * 2, np.inf)
-    for way in ways:
+    # A plan that goes on without a worker has the ways of all that it was made with.
+    for way in (way for way in ways if {way.sender, way.receiver} <= at.keys()):
         pair = way.sender, way.receiver
         between = at[way.sender], at[way.receiver]
         waits_s[between] = min(latency_s.get(pair, 0.0), way.seconds)

@@ -11,6 +11,7 @@ from coordinator.records.journal import Journal
 from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import brief_status, expert_loads, job_status
 from skein.config.job import PlanSpec
+from skein.plan.changing.reroute import rerouted
 from skein.plan.clock.holding import CollectiveUse
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.log.records import Record
@@ -106,6 +107,17 @@ def test_a_step_is_drawn_op_by_op_as_planned_and_as_it_is() -> None:
     assert slow_s == pytest.approx(
         3 * sum(bar.end_s - bar.begin_s for bar in planned if bar.worker == worker(1)), rel=0.06
     )
+
+
+def test_a_step_that_goes_on_without_a_worker_is_drawn() -> None:
+    plan = plan_of(world(version=12))
+    left = [x.chunk for x in plan.chunks if x.chunk.worker != worker(1)]
+    smaller = rerouted(plan, left, {})
+    assert smaller is not None
+    assert worker(1) in {way.sender for way in smaller.transfer_times}
+    bars = bars_of(smaller, smaller.chunk_times, smaller.transfer_times, {})
+    assert bars is not None
+    assert {bar.worker for bar in bars} == {chunk.worker for chunk in left}
 
 
 def test_loads_of_experts_are_those_of_all_replicas_over_an_even_share() -> None:
