@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 
 from skein.config.job import ArrayJob
-from skein.protocol.log.records import JobEnded
+from skein.protocol.coordinator.coordinator_io import PauseAsked, ResumeAsked
+from skein.protocol.log.records import CoresetChosen, JobEnded, JobHeld, StepCommitted
 from skein.protocol.messages.array_rounds import RowNumbers
 from skein.protocol.worker.ops import LossOp
 from skein.sim.compute.arrays import ArrayExecutor, SimArrays
@@ -16,6 +17,7 @@ from skein.sim.shapes import ARRAYS, SimShape, shape_of
 from skein.sim.world import World
 from skein.types import JobState, WorkerId
 from tests.support.reports import row_numbers
+from tests.support.worlds import of_kind, run_until
 
 NUM_FAULTS = 8
 
@@ -99,3 +101,24 @@ def test_an_array_whose_rows_are_all_retired_ends() -> None:
     (ended,) = (record for record in world.log if isinstance(record, JobEnded))
     assert ended.reason == "all rows are retired after 2 steps"
     assert (outcome.history.jobs[ended.job].checkpoints[-1].version, len(curve_of(world.log))) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "words", ["line 1x1 array 4 chosen on 3", "line 1x1 array 4 chosen shared rewinds on 3"]
+)
+def test_a_pause_costs_an_array_none_of_its_choices(words: str) -> None:
+    shape = shape_of(words)
+    calm, paused = (
+        make_world(shape.job(steps=6), small_fleet(shape), seed=0, new_world=with_arrays(World))
+        for _ in range(2)
+    )
+    run_to_end(calm, limit_s=900.0)
+    (job,) = {record.job for record in of_kind(calm.log, JobEnded)}
+    run_until(paused, lambda world: len(of_kind(world.log, StepCommitted)) == 3)
+    paused.tell(PauseAsked(job=job))
+    run_until(paused, lambda world: bool(of_kind(world.log, JobHeld)))
+    paused.tell(ResumeAsked(job=job))
+    run_to_end(paused, limit_s=900.0)
+    assert curve_of(paused.log) == curve_of(calm.log)
+    told = [[(x.version, x.digest) for x in of_kind(world.log, CoresetChosen)] for world in (calm, paused)]
+    assert told[0] == told[1]
