@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -31,7 +31,7 @@ from bench.reference import run_reference
 from bench.report import Row, finish, spread
 from client.api import Client
 from skein.config.job import JobSpec
-from skein.types import Precision, Step
+from skein.types import Precision
 from skein.wire.views import JobEvent, StepFinished, WorkerState
 
 MESH, SINGLES = "m0", ("s0", "s1", "s2")
@@ -116,7 +116,7 @@ class LostDevice:
         num_lost: steps that were committed and made again, or made twice.
         num_dropped: microbatches that a step does not have.
         num_left: processes of the mesh that were still there when the worker was back.
-        rel_loss: farthest from the loss of one plain torch process.
+        losses: of each step.
     """
 
     ended_s: float
@@ -127,19 +127,24 @@ class LostDevice:
     num_lost: int
     num_dropped: int
     num_left: int
-    rel_loss: float
+    losses: tuple[float, ...]
+
+
+def job_of(name: str, seed: int) -> JobSpec:
+    """The same job under any name."""
+    return make_job(
+        name,
+        num_workers=NUM_WORKERS,
+        steps=100_000,
+        seed=seed,
+        precision=Precision.FP64,
+        num_microbatches=NUM_MICROBATCHES,
+    )
 
 
 def measure(cluster: StruckCluster, client: Client, way: str, *, run: int, seed: int) -> LostDevice:
     """Strike once, and see what came of it."""
-    spec = make_job(
-        f"{way}-{run}",
-        num_workers=NUM_WORKERS,
-        steps=100_000,
-        seed=seed + run,
-        precision=Precision.FP64,
-        num_microbatches=NUM_MICROBATCHES,
-    )
+    spec = job_of(f"{way}-{run}", seed)
     job = client.submit(spec)
     try:
         wait_for_steps(job, NUM_STEPS_BEFORE)
@@ -165,7 +170,7 @@ def measure(cluster: StruckCluster, client: Client, way: str, *, run: int, seed:
         num_lost=num_steps_lost(events) + num_doubled(events),
         num_dropped=num_dropped(spec, events),
         num_left=num_left,
-        rel_loss=rel_loss(spec, events),
+        losses=tuple(e.body.record.loss for e in events if isinstance(e.body, StepFinished)),
     )
 
 
@@ -192,15 +197,13 @@ def num_dropped(spec: JobSpec, events: Sequence[JobEvent]) -> int:
     return max(told, -(-missing // (MICROBATCH_SAMPLES * SEQUENCE_TOKENS)))
 
 
-def rel_loss(spec: JobSpec, events: Sequence[JobEvent]) -> float:
-    """Farthest that a step's loss is from that of one plain torch process, as a share of it."""
-    losses = {e.body.record.step: e.body.record.loss for e in events if isinstance(e.body, StepFinished)}
-    wanted = run_reference(spec, len(losses))
-    return max(abs(losses[Step(step)] - x.loss) / abs(x.loss) for step, x in enumerate(wanted))
+def rel_loss(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """Farthest that a step's loss is from the one that is wanted, as a share of it."""
+    return max(abs(one - other) / abs(other) for one, other in zip(found, wanted, strict=False))
 
 
-def rows_of(way: str, found: Sequence[LostDevice]) -> list[Row]:
-    """Figures of one way."""
+def rows_of(way: str, found: Sequence[LostDevice], wanted: Sequence[float]) -> list[Row]:
+    """Figures of one way; `wanted` are the losses of one plain torch process, of as many steps at least."""
     what, goal_s = _WAYS[way]
     return [
         _seconds(f"{what}: the worker has noticed, and ended the mesh", [x.ended_s for x in found], goal_s),
@@ -210,7 +213,9 @@ def rows_of(way: str, found: Sequence[LostDevice]) -> list[Row]:
         _none(f"{what}: steps lost", [x.num_lost for x in found]),
         _none(f"{what}: microbatches lost", [x.num_dropped for x in found]),
         _none(f"{what}: processes left", [x.num_left for x in found]),
-        _curve(f"{what}: farthest loss from one plain torch process", [x.rel_loss for x in found]),
+        _curve(
+            f"{what}: farthest loss from one plain torch process", [rel_loss(x.losses, wanted) for x in found]
+        ),
     ]
 
 
@@ -282,9 +287,12 @@ def main() -> int:
                 cluster.start_mesh(MESH)
                 _when(lambda: _is_here(client, "cpu:2"))
                 if not args.json:
-                    print(f"run {run}: {way}: {losses[-1]}, load {os.getloadavg()[0]:.1f}", flush=True)
+                    told = replace(losses[-1], losses=())
+                    print(f"run {run}: {way}: {told}, load {os.getloadavg()[0]:.1f}", flush=True)
     figures = {"seed": float(args.seed), "load": os.getloadavg()[0], "others_cores": meter.others_cores}
-    rows = [row for way, losses in found.items() for row in rows_of(way, losses)]
+    num_steps = max(len(loss.losses) for losses in found.values() for loss in losses)
+    wanted = [step.loss for step in run_reference(job_of("reference", args.seed), num_steps)]
+    rows = [row for way, losses in found.items() for row in rows_of(way, losses, wanted)]
     return finish("devices", rows, figures=figures)
 
 

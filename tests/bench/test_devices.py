@@ -13,12 +13,14 @@ GOOD = LostDevice(
     num_lost=0,
     num_dropped=0,
     num_left=0,
-    rel_loss=1e-15,
+    losses=(2.0, 1.0),
 )
+
+WANTED = (2.0, 1.0, 0.5)
 
 
 def missed(*found: LostDevice, way: str = "kill") -> list[str]:
-    return [row.what.partition(": ")[2] for row in rows_of(way, found) if not row.holds]
+    return [row.what.partition(": ")[2] for row in rows_of(way, found, WANTED) if not row.holds]
 
 
 def test_the_worst_of_all_losses_is_held_against_each_goal() -> None:
@@ -28,7 +30,7 @@ def test_the_worst_of_all_losses_is_held_against_each_goal() -> None:
     assert missed(GOOD, replace(GOOD, num_lost=1)) == ["steps lost"]
     assert missed(GOOD, replace(GOOD, num_dropped=1)) == ["microbatches lost"]
     assert missed(GOOD, replace(GOOD, num_left=1)) == ["processes left"]
-    assert missed(GOOD, replace(GOOD, rel_loss=2 * REL_LOSS)) == [
+    assert missed(GOOD, replace(GOOD, losses=(2.0, 1 + 2 * REL_LOSS))) == [
         "farthest loss from one plain torch process"
     ]
 
