@@ -185,7 +185,7 @@ class Builder:
         self._mesh = mesh
         self.places = places
         self._checked_url: str | None = None
-        self._choices = PassChoices()
+        self._choices = PassChoices(memory_bytes)
         self.is_installing = False
         """Whether the build has come to where it succeeds, and is no longer to be cancelled."""
 

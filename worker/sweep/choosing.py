@@ -12,7 +12,9 @@ import torch
 
 from skein.numeric.rows import RowBuffer
 from skein.protocol.messages.array_rounds import PassKind
+from skein.units import format_bytes
 from worker.model.base import Stage
+from worker.sweep.memory import RowMemory, measured_memory
 from worker.sweep.passes import Pass, RowBatch, make_pass
 
 MIN_SPEEDUP = 1.10
@@ -22,11 +24,15 @@ _NUM_WARM, _NUM_TIMED = 2, 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassChoice:
-    """The pass that was taken, how many times as fast as the loop the best other one was, and that in words."""
+    """The pass that was taken, how many times as fast as the loop the best other one was, and that in words.
+
+    `memory`: of rows that go through that pass; None: it was not measured.
+    """
 
     kind: PassKind
     speedup: float
     words: str
+    memory: RowMemory | None = None
 
 
 def choose_pass(
@@ -35,29 +41,38 @@ def choose_pass(
     batch: RowBatch,
     *,
     min_speedup: float = MIN_SPEEDUP,
+    memory_bytes: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PassChoice:
-    """The quickest pass of these rows at this batch; the rows are read, and left as they are.
+    """The quickest pass of these rows at this batch that there is memory for; the rows are read, and left as they are.
 
     Args:
         stage: a whole model, as each row is one.
         rows: whose parameters go through it.
         batch: of one microbatch.
         min_speedup: least ratio for which the loop is left.
+        memory_bytes: that rows may take; None: no limit.
         clock: seconds.
     """
     looped = make_pass(PassKind.LOOPED, stage, rows)
     assert looped is not None, "any model goes in turn"
     other, why_not = _other(stage, rows, batch)
+    in_turn = measured_memory(PassKind.LOOPED, stage, rows, batch)
     if other is None:
-        return PassChoice(kind=PassKind.LOOPED, speedup=1.0, words=why_not)
+        return PassChoice(kind=PassKind.LOOPED, speedup=1.0, words=why_not, memory=in_turn)
     kind, made = other
+    memory = measured_memory(kind, stage, rows, batch)
+    needed = memory.of(len(rows))
+    if memory_bytes is not None and needed > memory_bytes:
+        words = f"{len(rows)} rows {kind.value} need {format_bytes(needed)}, and there are {format_bytes(memory_bytes)}"
+        return PassChoice(kind=PassKind.LOOPED, speedup=1.0, words=words, memory=in_turn)
     loop_s, other_s = _seconds([looped, made], batch, rows.params.device, clock)
     speedup = loop_s / other_s
     took = f"{1e3 * other_s:.3g} ms {kind.value}, {1e3 * loop_s:.3g} ms row by row"
     if speedup < min_speedup:
-        return PassChoice(kind=PassKind.LOOPED, speedup=speedup, words=f"{took}: not worth it")
-    return PassChoice(kind=kind, speedup=speedup, words=took)
+        words = f"{took}: not worth it"
+        return PassChoice(kind=PassKind.LOOPED, speedup=speedup, words=words, memory=in_turn)
+    return PassChoice(kind=kind, speedup=speedup, words=took, memory=memory)
 
 
 _Key = tuple[str, tuple[int, ...], str, float]
@@ -65,9 +80,13 @@ _Key = tuple[str, tuple[int, ...], str, float]
 
 
 class PassChoices:
-    """Choices that one process has made, by all that they depend on: the arrays of a sweep are measured once."""
+    """Choices that one process has made, by all that they depend on: the arrays of a sweep are measured once.
 
-    def __init__(self) -> None:
+    `memory_bytes`: that rows may take; None: no limit.
+    """
+
+    def __init__(self, memory_bytes: int | None = None) -> None:
+        self._memory_bytes = memory_bytes
         self._known: dict[_Key, PassChoice] = {}
 
     def of(self, stage: Stage, rows: RowBuffer, batch: RowBatch, *, min_speedup: float) -> PassChoice:
@@ -75,7 +94,9 @@ class PassChoices:
         model = f"{stage.spec.model_dump_json()} {stage.precision}"
         key = model, tuple(batch.inputs.shape), str(rows.params.device), min_speedup
         if key not in self._known:
-            self._known[key] = choose_pass(stage, rows, batch, min_speedup=min_speedup)
+            self._known[key] = choose_pass(
+                stage, rows, batch, min_speedup=min_speedup, memory_bytes=self._memory_bytes
+            )
         return self._known[key]
 
 

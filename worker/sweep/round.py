@@ -22,7 +22,7 @@ from skein.protocol.messages.array_rounds import (
 )
 from worker.model.base import Stage
 from worker.sweep.array import RowArray, RowStep
-from worker.sweep.blame import check_sane
+from worker.sweep.blame import check_device, check_samples
 from worker.sweep.choosing import PassChoice, PassChoices
 from worker.sweep.held import RATE_RATIO, HeldRows
 from worker.sweep.reading import RowReader
@@ -100,11 +100,14 @@ class RowRound:
         is_made = self._move(reader)
         if is_last:
             self._look()
+        memory = self.choice.memory
         return ArrayRound(
             rows=tuple(self.numbers),
             num_local_steps=int(is_made),
             pass_kind=self.choice.kind,
             speedup=self.choice.speedup,
+            fixed_bytes=0 if memory is None else memory.fixed_bytes,
+            row_bytes=0 if memory is None else memory.row_bytes,
         )
 
     def _move(self, reader: RowReader) -> bool:
@@ -121,8 +124,10 @@ class RowRound:
         batch = reader.batch(self.places, array.rows.num_updates)
         steps = array.step([batch], resting)
         moved = [place for place in range(len(self.places)) if place not in resting]
-        if len(moved) > 1 and all(place in array.frozen for place in moved):
-            check_sane(batch.inputs)
+        if gone := [place for place in moved if place in array.frozen]:
+            check_samples(batch.inputs[gone])
+        if len(gone) == len(moved) > 1:
+            check_device(batch.inputs.device)
         for place in moved:
             self._made(place, steps[place])
         return True

@@ -68,7 +68,8 @@ class ArrayRound:
 
     `speedup`: how many times as fast as the loop the best other pass was when it was measured; 1: there is no other.
     `step_s`: seconds of a local step of all rows that make steps, samples and updates included, as measured where they
-    are made, warm; 0: it was not.
+    are made, warm; 0: it was not. `fixed_bytes` and `row_bytes`: memory of rows that make a step, whatever their
+    number, and of each, by dry runs; both 0: there were none.
     """
 
     rows: tuple[RowNumbers, ...]
@@ -76,6 +77,8 @@ class ArrayRound:
     pass_kind: PassKind
     speedup: float
     step_s: float = 0.0
+    fixed_bytes: int = 0
+    row_bytes: int = 0
 
     @property
     def num_alive(self) -> int:

@@ -84,7 +84,7 @@ _FIELDS = {
         "microbatch microbatches num_microbatches ledger forwards pending outputs gradients slots num_paths "
         "num_evaluation_paths evaluation_paths planned_peaks held_peaks"
     ),
-    BYTES: "num_bytes memory_bytes missing_bytes fixed_bytes slot_bytes offset shape used most",
+    BYTES: "num_bytes row_bytes memory_bytes missing_bytes fixed_bytes slot_bytes offset shape used most",
     SECONDS: (
         "seconds forward_s backward_s loss_s weight_s latency_s running_s elapsed_s lease_s beat_s beat_age_s "
         "measured_age_s link_s silent_s fenced_s step_s measured_step_s predicted_step_s lower_bound_s life_s "

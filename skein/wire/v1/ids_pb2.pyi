@@ -1073,12 +1073,18 @@ class ArrayRound(_message.Message):
     PASS_KIND_FIELD_NUMBER: _builtins.int
     SPEEDUP_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
+    FIXED_BYTES_FIELD_NUMBER: _builtins.int
+    ROW_BYTES_FIELD_NUMBER: _builtins.int
     num_local_steps: _builtins.int
     pass_kind: Global___PassKind.ValueType
     speedup: _builtins.float
     """Of the best other pass over the loop, as measured."""
     step_s: _builtins.float
     """Of a local step of all rows that make steps, as measured; 0: it was not."""
+    fixed_bytes: _builtins.int
+    """Memory of rows that make a step, whatever their number, as measured; 0: it was not."""
+    row_bytes: _builtins.int
+    """That of each."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowNumbers]: ...
     def __init__(
@@ -1089,10 +1095,12 @@ class ArrayRound(_message.Message):
         pass_kind: Global___PassKind.ValueType = ...,
         speedup: _builtins.float = ...,
         step_s: _builtins.float = ...,
+        fixed_bytes: _builtins.int = ...,
+        row_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_local_steps", b"num_local_steps", "pass_kind", b"pass_kind", "rows", b"rows", "speedup", b"speedup", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fixed_bytes", b"fixed_bytes", "num_local_steps", b"num_local_steps", "pass_kind", b"pass_kind", "row_bytes", b"row_bytes", "rows", b"rows", "speedup", b"speedup", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

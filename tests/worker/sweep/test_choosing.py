@@ -16,7 +16,8 @@ from tests.worker.sweep.test_passes import rows_of
 from worker.model.base import Stage
 from worker.sweep.array import RowArray
 from worker.sweep.choosing import choose_pass
-from worker.sweep.passes import RowBatch
+from worker.sweep.memory import kept_bytes, measured_memory
+from worker.sweep.passes import RowBatch, make_pass
 
 
 def clock(loop_s: float, other_s: float) -> Callable[[], float]:
@@ -60,6 +61,36 @@ def test_fused_rows_are_taken_from_so_much_on(loop_s: float, kind: PassKind) -> 
     assert choice.speedup == pytest.approx(loop_s)
     assert f"{1e3 * loop_s:.3g} ms row by row" in choice.words
     assert torch.equal(rows.params, before)
+
+
+def test_two_dry_runs_tell_the_memory_of_any_number_of_rows() -> None:
+    stage, rows = mlp_rows()
+    batch = together(MLP, range(4), 0, torch.float32)
+    before = rows.params.clone()
+    memory = measured_memory(PassKind.FUSED, stage, rows, batch)
+    made = make_pass(PassKind.FUSED, stage, rows)
+    assert made is not None
+    state_bytes = rows.layout.num_elements * 4 * (3 * (1 + len(rows.state)) + 2)
+    found = kept_bytes(made, batch) + 4 * state_bytes
+    # Whatever is rounded up is so for each allocation.
+    assert memory.of(4) == pytest.approx(found, rel=0.02)
+    assert memory.row_bytes > state_bytes
+    in_turn = measured_memory(PassKind.LOOPED, stage, rows, batch)
+    assert in_turn.row_bytes == state_bytes
+    assert torch.equal(rows.params, before)
+
+
+def test_rows_that_do_not_fit_together_go_in_turn_and_say_so() -> None:
+    stage, rows = mlp_rows()
+    batch = together(MLP, range(4), 0, torch.float32)
+    needed = measured_memory(PassKind.FUSED, stage, rows, batch).of(4)
+    fits = choose_pass(stage, rows, batch, memory_bytes=needed, clock=clock(2.0, 1.0))
+    assert fits.kind is PassKind.FUSED
+    choice = choose_pass(stage, rows, batch, memory_bytes=needed - 1)
+    assert choice.kind is PassKind.LOOPED
+    assert choice.words.startswith("4 rows fused need ")
+    assert choice.memory is not None
+    assert choice.memory.of(4) < needed
 
 
 def test_a_model_that_can_be_mapped_alone_is() -> None:

@@ -236,8 +236,9 @@ def test_rows_come_to_the_same_in_rounds_of_any_length() -> None:
     assert torch.equal(many.chunk.accumulator(GROUP), few.chunk.accumulator(GROUP))
 
 
-def test_all_rows_that_diverge_at_once_are_no_rows_fault_where_samples_are_not_finite() -> None:
-    held = Held(array_of(0, 1))
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_rows_that_diverge_are_not_at_fault_where_their_samples_are_not_finite(num_rows: int) -> None:
+    held = Held(array_of(*range(num_rows)))
     (source,) = held.batches.dataset.sources
     assert isinstance(source, LabelledSamples)
     spoilt = replace(source, samples=source.samples * math.nan)

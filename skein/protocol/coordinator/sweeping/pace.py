@@ -1,11 +1,11 @@
-"""Pace of the rows of a sweep: how long a round of so many steps takes, by what workers have measured.
+"""Pace and memory of the rows of a sweep, by what workers have measured of them.
 
 Rules of this file
 - Rows that may be beside each other have one pace, whoever makes their steps: the one that was told last.
 - An array is begun anew for its pace once at most: when its rows have come from no other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil
 
 from skein.config.job import ArrayJob
@@ -24,9 +24,28 @@ def measured_row_s(
     sweep: JobHistory, stands: Sequence[TrialStand], key: Parting, history: History
 ) -> float | None:
     """Seconds of a row's step, of those that share `key`, as they were told last; None: they were not."""
-    arrays = (history.jobs[job] for job in reversed(sweep.arrays))
-    told = ((array, row_s) for array in arrays if (row_s := _told(array)) is not None)
-    return next((row_s for array, row_s in told if parting(stands[array.trials[0]].trial) == key), None)
+    own = _arrays(sweep, stands, key, history)
+    return next((row_s for array in own if (row_s := _told(array)) is not None), None)
+
+
+def measured_bytes(
+    sweep: JobHistory, stands: Sequence[TrialStand], key: Parting, history: History
+) -> tuple[int, int] | None:
+    """Memory of rows that share `key`, whatever their number, and of each, as was told last; None: it was not."""
+    for array in _arrays(sweep, stands, key, history):
+        made = None if array.last_commit is None else array.last_commit.array
+        if made is not None and made.row_bytes:
+            return made.fixed_bytes, made.row_bytes
+    return None
+
+
+def _arrays(
+    sweep: JobHistory, stands: Sequence[TrialStand], key: Parting, history: History
+) -> Iterator[JobHistory]:
+    """Arrays whose rows share `key` and that have made a round, newest first."""
+    for array in (history.jobs[job] for job in reversed(sweep.arrays)):
+        if array.last_commit is not None and parting(stands[array.trials[0]].trial) == key:
+            yield array
 
 
 def is_off(array: JobHistory, stand: TrialStand) -> bool:

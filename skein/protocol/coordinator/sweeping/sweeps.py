@@ -12,12 +12,13 @@ Rules of this file
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 
-from skein.config.job import JobSpec
+from skein.config.job import ArrayJob, JobSpec
 from skein.config.sweep.arrays import array_job
 from skein.config.sweep.rows import ArrayRow, ArraySpec
 from skein.config.sweep.trials import SweepTrial
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Infeasible
+from skein.plan.sweeping.fitting import array_bytes
 from skein.plan.sweeping.packing import packed, parting, round_steps, row_seconds, unmeasured_steps
 from skein.protocol.coordinator import lifecycle
 from skein.protocol.coordinator.coordinator_io import CancelAsked, Outbox, PauseAsked, ResumeAsked
@@ -26,7 +27,7 @@ from skein.protocol.coordinator.runs.phase import GatherPhase
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.coordinator.sweeping.anew import chosen_anew
 from skein.protocol.coordinator.sweeping.deciding import SweepCourse, course_of, progress_words
-from skein.protocol.coordinator.sweeping.pace import is_off, measured_row_s
+from skein.protocol.coordinator.sweeping.pace import is_off, measured_bytes, measured_row_s
 from skein.protocol.coordinator.sweeping.pruning import spare_checkpoints
 from skein.protocol.coordinator.sweeping.standing import TrialStand, asked_of, stands_of
 from skein.protocol.log.history import JobHistory
@@ -181,7 +182,7 @@ class Sweeps:
         num_wanted = len(stands)
         while True:
             spec = self._array(sweep, stands, last_step)
-            if len(stands) == 1 or self._fits(spec):
+            if len(stands) == 1 or self._fits(sweep, stands[0], spec):
                 break
             stands = stands[: ceil(len(stands) / 2)]
         job = JobId(f"{sweep.job}-a{len(sweep.arrays) + 1}")
@@ -227,12 +228,16 @@ class Sweeps:
         steps = round_steps(trial.job, num_rows=len(stands), num_steps=num_steps, row_s=row_s)
         return steps if measured else min(steps, unmeasured_steps(num_steps))
 
-    def _fits(self, spec: JobSpec) -> bool:
-        """Whether the roomiest worker has memory for an array."""
+    def _fits(self, sweep: JobHistory, stand: TrialStand, spec: JobSpec) -> bool:
+        """Whether the roomiest worker has memory for an array, as reckoned and as rows like its were measured."""
         workers = (entry.fleet_worker for entry in self._live.values())
         roomiest = max(workers, key=lambda x: x.profile.memory_bytes)
         made = make_balanced_plan(spec, Fleet(workers=(roomiest,), links=()), None, 0)
-        return not isinstance(made, Infeasible)
+        if isinstance(made, Infeasible) or not isinstance(spec, ArrayJob):
+            return not isinstance(made, Infeasible)
+        history = self._out.history
+        measured = measured_bytes(sweep, stands_of(sweep, history), parting(stand.trial), history)
+        return array_bytes(spec, measured) <= roomiest.profile.memory_bytes
 
     def _end(self, sweep: JobHistory, course: SweepCourse, *, now: float) -> None:
         failures = [stand for stand in course.stands if stand.failure]
