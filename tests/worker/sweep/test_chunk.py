@@ -185,9 +185,9 @@ def test_an_op_that_fails_midway_leaves_nothing_of_its_steps(monkeypatch: pytest
         with pytest.raises(UnfitError, match="lost"):
             held.local_steps(1)
     first, second = calm.local_steps(0), held.local_steps(1)
-    assert second == calm.local_steps(1) != first
+    assert second.rows == calm.local_steps(1).rows != first.rows
     assert [row.num_tokens for row in second.rows] == [5 * 512] * 3
-    assert held.local_steps(2, 3) == calm.local_steps(2, 3)
+    assert held.local_steps(2, 3).rows == calm.local_steps(2, 3).rows
     assert torch.equal(held.chunk.accumulator(GROUP), calm.chunk.accumulator(GROUP))
 
 
