@@ -99,7 +99,7 @@ def test_an_array_whose_rows_are_all_retired_ends() -> None:
     outcome = run_to_end(world, limit_s=900.0)
     assert outcome.state is JobState.FINISHED
     (ended,) = (record for record in world.log if isinstance(record, JobEnded))
-    assert ended.reason == "all rows are retired after 2 steps"
+    assert ended.reason == "no row makes steps any more after 2 rounds"
     assert (outcome.history.jobs[ended.job].checkpoints[-1].version, len(curve_of(world.log))) == (2, 2)
 
 
