@@ -12,7 +12,8 @@ def spare_checkpoints(sweep: JobHistory, history: History) -> Iterator[tuple[Job
     """Arrays that have finished, each with the versions of its checkpoints that are to spare, if there are any.
 
     All but the newest are; that one too, once every row has gone on in another array and is saved there. So whatever
-    trial a rung has ended can still be exported.
+    trial a rung has ended can still be exported. What jobs begin with is needed until they have a checkpoint of their
+    own, and the newest that is whole beside a newer one that is damaged.
     """
     arrays = [history.jobs[job] for job in sweep.arrays]
     last = {trial: array.job for array in arrays if array.whole_checkpoints for trial in array.trials}
@@ -20,7 +21,11 @@ def spare_checkpoints(sweep: JobHistory, history: History) -> Iterator[tuple[Job
         if not isinstance(array.spec, ArrayJob) or history.state_of(array.job) is not JobState.FINISHED:
             continue
         has_last = any(last.get(trial) == array.job for trial in array.trials)
-        needed = {array.version} if has_last else begun_from(array.job, arrays)
-        spare = tuple(x.version for x in array.checkpoints if x.version not in needed)
+        newest = array.newest_checkpoint
+        needed = {array.version, array.version if newest is None else newest.version} if has_last else set()
+        spare = {x.version for x in array.checkpoints} - needed
         if spare:
-            yield array, spare
+            # Clients' jobs may begin with a row, too.
+            spare -= begun_from(array.job, history.jobs.values())
+        if spare:
+            yield array, tuple(sorted(spare))
