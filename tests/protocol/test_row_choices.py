@@ -11,6 +11,7 @@ from skein.protocol.log.records import RolledBack
 from skein.protocol.log.row_choices import choices_in_force, newest_choices
 from skein.protocol.messages.coresets import DrawingRow
 from skein.types import Step
+from tests.support.desk import checkpoint
 from tests.support.row_choices import RowsBench, array
 
 PASS = 8
@@ -121,3 +122,11 @@ def test_so_many_choices_of_each_row_are_kept(bench: RowsBench) -> None:
     old, *others = bench.job.chosen
     made = [replace(others[0], seconds=float(number)) for number in range(KEPT_CHOICES + 2)]
     assert newest_choices([old, *others, *made], KEPT_CHOICES) == [old, others[1], *made[2:]]
+
+
+def test_what_came_between_an_old_checkpoint_and_the_newest_is_forgotten(bench: RowsBench) -> None:
+    for version in range(1, 5):
+        bench.round(version, version, version)
+        if version in (1, 3):
+            bench.outbox.history.apply(checkpoint(bench.job.job, version, num_stages=1))
+    assert sorted(bench.job.rounds) == [1, 3, 4]

@@ -39,6 +39,8 @@ def choice_due_at(job: JobHistory) -> Step | None:
 
 def asked_now(job: JobHistory) -> tuple[int, ...]:
     """Rows of an array whose models say at the job's version what is chosen; of any other job 0, if it is due."""
+    if not job.spec.data.coreset.follows_model:
+        return ()
     if isinstance(job.spec, ArrayJob):
         return asked_rows(job.spec.data.coreset.share, job.places)
     due_at = choice_due_at(job)

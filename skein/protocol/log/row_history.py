@@ -33,18 +33,21 @@ def rounds_with(
     rows: tuple[RowNumbers, ...],
     checkpoints: Sequence[CheckpointCommitted],
 ) -> dict[Step, tuple[RowNumbers, ...]]:
-    """Rounds since the oldest checkpoint, with the one that has led to `version`.
+    """Rounds of all checkpoints and since the newest, with the one that has led to `version`.
+
+    The best checkpoint may be kept for long: what came between that and the newest is of no use.
 
     The loss of a row is that of the newest round in which it made a step: what is told of it afterwards depends on who
     has it.
     """
-    oldest = min((x.version for x in checkpoints), default=0)
+    saved = {x.version for x in checkpoints}
+    newest = max((x for x in saved if x < version), default=0)
     before = rounds.get(Step(version - 1), ())
     carried = tuple(
         now if now.num_tokens or not before else replace(now, loss=before[row].loss)
         for row, now in enumerate(rows)
     )
-    return {**{at: x for at, x in rounds.items() if oldest <= at < version}, version: carried}
+    return {**{at: x for at, x in rounds.items() if at in saved or newest <= at < version}, version: carried}
 
 
 def is_turn(rounds: RowsByVersion, version: Step) -> bool:
