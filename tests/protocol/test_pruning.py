@@ -43,3 +43,7 @@ def test_of_a_newest_one_that_is_damaged_the_one_before_stays_too() -> None:
     damaged = CheckpointChecked(job=array, version=Step(1), is_whole=False, reason="torn", wall_s=2.0)
     history.apply(damaged)
     assert spare(history) == {}
+
+
+def test_of_an_array_that_ended_before_it_was_saved_what_is_saved_stays() -> None:
+    assert spare(finished(0)[0]) == {}
