@@ -1,5 +1,7 @@
 """What an epoch of a job's data is: told and recorded once, with the steps that its budget is."""
 
+from dataclasses import replace
+
 import pytest
 
 from skein.config.job import BudgetSpec, JobSpec
@@ -7,9 +9,11 @@ from skein.protocol.coordinator.coordinator_io import Append, Log, Outbox
 from skein.protocol.coordinator.runs.steps.counting import count_data
 from skein.protocol.log.history import History
 from skein.protocol.log.records import DataCounted, JobResumed, JobSubmitted
+from skein.protocol.messages.coresets import MOST_PICKS
 from skein.sim.shapes import shape_of
 from skein.types import JobId
 from tests.support.jobs import small_job
+from tests.support.row_choices import RowsBench, array
 
 JOB = JobId("j-1")
 
@@ -52,3 +56,18 @@ def test_rows_that_cannot_be_chosen_of_end_the_job_and_are_not_recorded(num_rows
     assert doubt is not None
     assert doubt.startswith(f"data: {num_rows} rows: choices along the run are made of ")
     assert outbox.drain() == []
+
+
+def test_rows_of_several_arrays_whose_choices_are_too_much_to_tell_end_theirs() -> None:
+    bench = RowsBench(array("array 3 chosen shared"))
+    num_rows = 4 * MOST_PICKS // 3
+    assert bench.job.spec.data.coreset.num_picks(num_rows) == MOST_PICKS // 3
+    assert count_data(bench.job, num_rows, bench.outbox, now=1.0) is None
+    made = bench.choose(0)
+    bench.job.chosen = [
+        replace(x, digest=f"of array {row}", rows=(of,)) for x in made for row, of in enumerate(x.rows)
+    ]
+    assert count_data(bench.job, num_rows, bench.outbox, now=1.0) is None
+    doubt = count_data(bench.job, 2 * num_rows, bench.outbox, now=1.0)
+    assert doubt is not None
+    assert doubt.endswith("give a smaller sweep.per_array")

@@ -130,3 +130,10 @@ def test_what_came_between_an_old_checkpoint_and_the_newest_is_forgotten(bench: 
         if version in (1, 3):
             bench.outbox.history.apply(checkpoint(bench.job.job, version, num_stages=1))
     assert sorted(bench.job.rounds) == [1, 3, 4]
+
+
+def test_what_rows_that_make_no_more_steps_drew_by_is_not_told(bench: RowsBench) -> None:
+    bench.choose(0, 1, 2)
+    bench.round(PASS, PASS, 3, retired=[1])
+    told = choices_in_force(bench.job.chosen, bench.job.places)
+    assert [row.row for x in told for row in x.rows] == [0, 2]

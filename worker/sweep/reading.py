@@ -55,7 +55,8 @@ class RowReader:
 
     def draw_by(self, drawings: Mapping[int, RowDrawing]) -> None:
         """Have these rows draw by choices that were made along the run, from their next step on."""
-        if any(self._drawings.get(row) is not drawing for row, drawing in drawings.items()):
+        # An array that goes back may have no choice any more.
+        if self._drawings != dict(drawings):
             self._drawings = dict(drawings)
             self._sort()
 

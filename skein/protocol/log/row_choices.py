@@ -20,15 +20,18 @@ def choice_by_row(chosen: Sequence[CoresetChosen]) -> Mapping[int, RowChoice]:
     return {row.row: (record, row) for record in chosen for row in record.rows}
 
 
-def choices_in_force(chosen: Sequence[CoresetChosen]) -> tuple[ToldChoice, ...]:
-    """Choices by which samples are drawn now, as they are told: one, or in an array all that are of some row."""
+def choices_in_force(
+    chosen: Sequence[CoresetChosen], places: Sequence[RowPlace] = ()
+) -> tuple[ToldChoice, ...]:
+    """Choices by which samples are drawn now, as they are told: one, or in an array all that are of some row.
+
+    `places`: of the rows of an array, of which those that make no more steps draw nothing; none: of all.
+    """
     newest = choice_by_row(chosen)
     if not newest:
         return tuple(record.told for record in chosen[-1:])
-    told = (
-        replace(record.told, rows=tuple(row for by, row in newest.values() if by is record))
-        for record in chosen
-    )
+    drawn = [(by, row) for by, row in newest.values() if not places or places[row.row].is_going]
+    told = (replace(record.told, rows=tuple(row for by, row in drawn if by is record)) for record in chosen)
     return tuple(x for x in told if x.rows)
 
 

@@ -353,8 +353,9 @@ class Invariants:
         name = who.identity.worker
         if op.step == job.version and is_choice_due(job):
             raise Violated(f"{name} draws samples of step {op.step}, before which rows are to be chosen")
-        recorded = choices_in_force([record for record in job.chosen if record.version <= op.step])
-        if _by_row(choices) != _by_row(recorded):
+        recorded = _by_row(choices_in_force([x for x in job.chosen if x.version <= op.step], job.places))
+        resting = {row for row, place in enumerate(job.places) if not place.is_going}
+        if {row: x for row, x in _by_row(choices).items() if row not in resting} != recorded:
             raise Violated(f"{name} draws samples of step {op.step} by another choice than was recorded")
 
     def applies(self, who: Worker, record: StepRecord, lineages: Iterable[str]) -> None:

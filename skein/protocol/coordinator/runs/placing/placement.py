@@ -274,7 +274,7 @@ class Placement(RunPart):
             job_spec=self._spec_json,
             resumptions=resumptions,
             begins=job.begins,
-            choices=choices_in_force(job.chosen),
+            choices=choices_in_force(job.chosen, job.places),
         )
         self._members.assign(told)
 

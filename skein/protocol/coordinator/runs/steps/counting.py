@@ -6,6 +6,7 @@ from skein.plan.admission import check_admissible
 from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import DataCounted
+from skein.protocol.log.row_choices import choices_in_force
 from skein.protocol.messages.coresets import MOST_PICKS, MOST_ROWS
 
 
@@ -24,12 +25,16 @@ def count_data(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: 
     spec, samples = job.spec, job.spec.step_batch.samples
     if spec.data.coreset.follows_model and not samples <= num_train_samples <= MOST_ROWS:
         return f"data: {num_train_samples} rows: choices along the run are made of {samples} to {MOST_ROWS}"
-    num_told = len(spec.rows) * spec.data.coreset.num_picks(num_train_samples)
-    if spec.data.coreset.follows_model and spec.data.coreset.share == "row" and num_told > MOST_PICKS:
+    # Rows that come from several arrays have a choice of each, until there is one of all of them.
+    is_shared = spec.data.coreset.is_shared
+    num_choices = len(choices_in_force(job.chosen)) if is_shared else len(spec.rows)
+    num_told = num_choices * spec.data.coreset.num_picks(num_train_samples)
+    if spec.data.coreset.follows_model and num_told > MOST_PICKS:
         hint = (
             f"of {len(spec.rows)} trials side by side are more than {MOST_PICKS}, which can be told at once"
         )
-        return f"data: {num_told} chosen rows {hint}: give a smaller sweep.per_array, or share: first_alive"
+        otherwise = "" if is_shared else ", or share: first_alive"
+        return f"data: {num_told} chosen rows {hint}: give a smaller sweep.per_array{otherwise}"
     counted = job.counted or _count(job, num_train_samples, outbox, now=now)
     if counted.num_steps is None or job.version:
         return None
