@@ -46,7 +46,7 @@ from skein.protocol.worker.ops import (
 )
 from skein.protocol.worker.pipeline import NOTHING, Carried, Pipeline
 from skein.protocol.worker.reduction import Exchange, Moves, handed_out
-from skein.protocol.worker.scoring.scores import Scores
+from skein.protocol.worker.scoring.evaluations import Evaluations
 from skein.protocol.worker.standing import Standing
 from skein.protocol.worker.worker_io import DropTensor
 from skein.types import MicrobatchId, StageIndex, StageSpec, Step
@@ -72,7 +72,7 @@ class Steps:
         self._told: list[StepRecord] = []
         """Decisions that were heard under the plan that was built last, and not applied before it ended."""
         self._to_begin: Start | Evaluate | None = None
-        self._scores = Scores(standing)
+        self._evaluations = Evaluations(standing)
         self._reported: set[StageIndex] = set()
         self._queue: deque[Op] = deque()
         self._fenced: Pipeline | None = None
@@ -95,7 +95,7 @@ class Steps:
         self._commit = None
         self._ahead.clear()
         self._to_begin = None
-        self._scores.stop()
+        self._evaluations.stop()
         self._queue.clear()
 
     def forget(self) -> None:
@@ -199,7 +199,7 @@ class Steps:
         """A directive of this generation."""
         match directive:
             case Evaluate() if directive.phase.outlasts_steps:
-                self._scores.want(directive)
+                self._evaluations.want(directive)
                 self._begin_when_due()
             case Start() | Evaluate():
                 self._to_begin = directive
@@ -219,9 +219,9 @@ class Steps:
         """Begin what was asked for as soon as the parameters are at its version."""
         if self.pipeline is None or self._assign is None:
             return
-        if self._scores.is_to_look(self.version):
+        if self._evaluations.is_to_look(self.version):
             self._given_up = ()
-            self._scores.look(self.pipeline, self._assign)
+            self._evaluations.look(self.pipeline, self._assign)
         asked = self._to_begin
         if isinstance(asked, Start) and asked.step == self.version:
             self._to_begin = None
@@ -230,11 +230,11 @@ class Steps:
         elif isinstance(asked, Evaluate) and asked.version == self.version:
             self._to_begin = None
             self._given_up = ()
-            self._scores.begin(asked, self.pipeline, self._assign)
+            self._evaluations.begin(asked, self.pipeline, self._assign)
 
     def selected(self) -> None:
         """Rows are chosen: no selection goes on any longer."""
-        self._scores.selected(self.pipeline)
+        self._evaluations.selected(self.pipeline)
 
     def _begin_training(self, pipeline: Pipeline, assign: Assign) -> None:
         resumption, self._resumption = self._resumption, None
@@ -378,7 +378,7 @@ class Steps:
             self._keep_on(self.pipeline)
         else:
             self.pipeline.advance(self.version)
-            self._scores.committed()
+            self._evaluations.committed()
         for prepare in due:
             self._prepare(prepare)
         if commit.goes_on and not keeps_step and self._assign is not None:
@@ -415,7 +415,7 @@ class Steps:
             self._report_done(op.chunk.stage)
         elif op.kind.row.scores and not op.phase.trains:
             assert self._assign is not None
-            self._scores.report(op.phase, self.pipeline, self._assign)
+            self._evaluations.report(op.phase, self.pipeline, self._assign)
 
     def _is_wanted(self, op: ComputeOp, pipeline: Pipeline) -> bool:
         return pipeline.is_selecting(op.step) if op.phase.outlasts_steps else op.step == self.version

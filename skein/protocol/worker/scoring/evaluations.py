@@ -1,4 +1,4 @@
-"""Forwards that a worker was asked for and nothing is learned from: when they begin, and what is told of their end.
+"""Evaluations that a worker was asked for: when they begin, and what is told of their end.
 
 A selection begins at its version, and goes on beside steps until rows are chosen.
 """
@@ -12,7 +12,7 @@ from skein.protocol.worker.worker_io import KeepParameters, PickCandidates
 from skein.types import StageIndex, Step
 
 
-class Scores:
+class Evaluations:
     """The evaluation and the selection that go on; commands go to `standing`."""
 
     def __init__(self, standing: Standing) -> None:
