@@ -17,7 +17,7 @@ from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import CoresetChosen, DataCounted, JobSubmitted
 from skein.protocol.membership.membership import Lost
 from skein.protocol.messages.coresets import CandidatesPicked, candidates_of, parts_of
-from skein.sim.compute.rows import NUM_ROWS, picked_of
+from skein.sim.compute.rows import NUM_ROWS, AskedModel, picked_by
 from skein.sim.shapes import shape_of
 from skein.types import Generation, Incarnation, JobId, MicrobatchId, Step, WorkerId
 from skein.wire import codec
@@ -66,10 +66,16 @@ class Bench:
         self.selecting.fenced(now=2.0)
 
 
+def picked_at(version: int, blocks: Sequence[MicrobatchId]) -> Candidates:
+    """Candidates among the rows of these microbatches by the job's model at a version."""
+    model = AskedModel(seed=JOB.seed, step=Step(version))
+    return picked_by(model, JOB, blocks, num_rows=NUM_ROWS)
+
+
 def told(name: str) -> tuple[CandidatesPicked, ...]:
     """Candidates of a worker, as it tells of them in several parts."""
     blocks = [MicrobatchId(m) for m in range(NUM_ROWS // 2) if m % len(NAMES) == NAMES.index(name)]
-    found = picked_of(JOB, Step(0), blocks, num_rows=NUM_ROWS)
+    found = picked_at(0, blocks)
     parts = parts_of(found, GENERATION, Step(0), part_bytes=200)
     assert len(parts) > 1
     return parts
@@ -91,7 +97,7 @@ def test_candidates_are_the_same_in_however_many_parts_they_come() -> None:
     found = candidates_of(told("b"))
     whole = candidates_of(
         parts_of(
-            picked_of(JOB, Step(0), [MicrobatchId(m) for m in range(1, 60, 4)], num_rows=NUM_ROWS),
+            picked_at(0, [MicrobatchId(m) for m in range(1, 60, 4)]),
             GENERATION,
             Step(0),
         )
@@ -105,7 +111,7 @@ def test_candidates_are_the_same_in_however_many_parts_they_come() -> None:
 
 def test_a_worker_tells_four_bytes_for_each_number_of_its_candidates_and_a_kilobyte() -> None:
     blocks = [MicrobatchId(m) for m in range(NUM_ROWS // 2)]
-    found = picked_of(JOB, Step(0), blocks, num_rows=NUM_ROWS)
+    found = picked_at(0, blocks)
     parts = parts_of(found, GENERATION, Step(0))
     num_bytes = sum(codec.REPORT.encode(part).ByteSize() for part in parts)
     num_numbers = sum(found.widths) + 2
@@ -297,7 +303,7 @@ def test_a_choice_stays_where_too_many_rows_cannot_be_compared(bench: Bench) -> 
     bench.begin(now=9.0)
     for name in NAMES:
         blocks = [MicrobatchId(m) for m in range(NUM_ROWS // 2) if m % len(NAMES) == NAMES.index(name)]
-        found = picked_of(JOB, Step(4), blocks, num_rows=NUM_ROWS)
+        found = picked_at(4, blocks)
         bench.pick(name, parts=parts_of(found, GENERATION, Step(4)))
     again = bench.asked()
     assert again is not None

@@ -226,7 +226,7 @@ class Mesh:
         self._owed = None
         return answers
 
-    def _owed_s(self, owed: "_Owed") -> float:
+    def _owed_s(self, owed: _Owed) -> float:
         """Seconds that an answer takes so far; those in which others had the processors are nobody's fault."""
         now_s = zip(self.processes.waited_s(), owed.before_s, strict=True)
         waiting_s = max(0.0, *(after_s - before_s for after_s, before_s in now_s))

@@ -44,7 +44,7 @@ class HeldRows:
         self.places = list(range(len(buffer)))
         self._left: dict[int, RowBuffer] = {}
         """Rows that have left the buffer, each alone."""
-        self.numbers = [_nothing_yet(count) for count in buffer.num_updates]
+        self.numbers = [RowNumbers.begun(count) for count in buffer.num_updates]
         """Numbers of each row as they were last."""
 
     @classmethod
@@ -127,16 +127,12 @@ class HeldRows:
         for name in targets.keys() - {STEP, FATE}:
             targets[name].copy_(state[name])
         count = int(state[STEP])
-        self.numbers[row] = replace(_nothing_yet(count), num_rewinds=num_rewinds, retired=_REASONS[reason])
+        self.numbers[row] = replace(
+            RowNumbers.begun(count), num_rewinds=num_rewinds, retired=_REASONS[reason]
+        )
         if row in self._left:
             # What it goes on from is older than its end, or it leaves again.
             self.buffer = RowBuffer.joined([self.buffer, self._left.pop(row).to(self.device)])
             self.places.append(row)
         self.buffer.num_updates[self.places.index(row)] = count
         self._pack()
-
-
-def _nothing_yet(num_updates: int) -> RowNumbers:
-    return RowNumbers(
-        loss=0.0, num_tokens=0, gradient_norm=0.0, clip=1.0, learning_rate=0.0, num_updates=num_updates
-    )

@@ -73,16 +73,13 @@ class RowReader:
         reader = BatchReader(self._selected[seed], self._block, [_FIRST], drawing=drawing)
         return _Blocks(reader, self._device)
 
-    @property
-    def num_rows(self) -> int:
-        """Training rows of each row's data: so many validate under every seed."""
-        return self.dataset.num_train_samples
-
     def due(self, row: int) -> int | None:
         """Step of a row at which the next choice is due; None: it stays, or none is made along the run."""
         if row in self._drawings:
             return self._drawings[row].until
-        return first_choice(self._coreset, num_rows=self.num_rows, samples=self._size)
+        # As many rows validate under every seed, so as many train.
+        num_rows = self.dataset.num_train_samples
+        return first_choice(self._coreset, num_rows=num_rows, samples=self._size)
 
     def batch(self, rows: Sequence[int], steps: Sequence[int]) -> RowBatch:
         """Samples of a step of each of these rows, in their order.

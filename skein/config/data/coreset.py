@@ -8,7 +8,7 @@ from skein.errors import UserError
 from skein.spec import Spec
 
 Feature = Literal["last_layer", "logits", "inputs"]
-Share = Literal["row", "first_alive"]
+ChoiceShare = Literal["row", "first_alive"]
 """Models by which rows are compared where several train side by side: each by its own, or the first one's that is
 left."""
 
@@ -37,7 +37,7 @@ class CoresetSpec(Spec):
     distributed: Literal["greedi", "local"] = "greedi"
     """Choice of what several workers pick of their rows: again among all that they picked, or all of it, each its
     share. Take local where so many picks are too much to send."""
-    share: Share = "row"
+    share: ChoiceShare = "row"
     """Choice for each trial of an array, by its own model; or one for all of them, by the model of the first that was
     not retired. A single choice takes as little time as one trial's, and is nobody else's own."""
     beside: bool = True

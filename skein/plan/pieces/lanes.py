@@ -18,7 +18,7 @@ MOST_PIECES = 16
 class Pieces:
     """Numbers of pieces on the way of tokens to experts and back, and on that of their gradients.
 
-    `num_summed`: elements of gradients, of layers that come later, that devices may sum as a layer's travel back.
+    `num_summed`: elements of the gradients of later layers that devices may sum beside a layer's way back.
     """
 
     forward: int = 1

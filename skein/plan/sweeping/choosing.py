@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from skein.config.data.coreset import CoresetSpec, Share
+from skein.config.data.coreset import ChoiceShare, CoresetSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def steps_of_passes(passes: int, *, num_picks: int, samples: int) -> int | None:
     return ceil(passes * num_picks / samples) if passes else None
 
 
-def asked_rows(share: Share, rows: Sequence[RowPlace]) -> tuple[int, ...]:
+def asked_rows(share: ChoiceShare, rows: Sequence[RowPlace]) -> tuple[int, ...]:
     """Rows whose models say now what is chosen.
 
     >>> alone, due = (RowPlace(count=4, is_going=x, due=4) for x in (False, True))
@@ -67,7 +67,7 @@ def asked_rows(share: Share, rows: Sequence[RowPlace]) -> tuple[int, ...]:
     return tuple(row for row in due if row == first)
 
 
-def drawing_rows(share: Share, asked: int, rows: Sequence[RowPlace]) -> tuple[int, ...]:
+def drawing_rows(share: ChoiceShare, asked: int, rows: Sequence[RowPlace]) -> tuple[int, ...]:
     """Rows that draw by what the model of `asked` has said."""
     return (asked,) if share == "row" else tuple(row for row, x in enumerate(rows) if x.is_going)
 

@@ -138,7 +138,7 @@ def delete_asked(event: DeleteAsked, history: History, outbox: Outbox, *, now: f
 
 
 def drop_checkpoints(job: JobHistory, versions: tuple[Step, ...], outbox: Outbox, *, now: float) -> None:
-    """Have checkpoints be no more that nobody needs."""
+    """Delete checkpoints that nobody needs: first on the record, then where they are stored."""
     url = job.spec.checkpoint.url
     for version in versions:
         outbox.record(CheckpointDeleted(job=job.job, version=version, wall_s=now))

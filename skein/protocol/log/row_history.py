@@ -10,7 +10,6 @@ from skein.protocol.messages.array_rounds import RowNumbers
 from skein.types import JobId, Step
 
 RowsByVersion = Mapping[Step, tuple[RowNumbers, ...]]
-_DRAWN = RowNumbers(loss=0.0, num_tokens=0, gradient_norm=0.0, clip=1.0, learning_rate=0.0, num_updates=0)
 
 
 def saved_numbers(origin: RowOrigin, rounds: RowsByVersion) -> RowNumbers | None:
@@ -23,7 +22,7 @@ def rows_begun(array: ArrayJob, rounds_of: Callable[[JobId], RowsByVersion]) -> 
     """Numbers of the rows that an array begins with; `rounds_of` gives those of others."""
     origins = [row.origin for row in array.rows]
     found = (x and saved_numbers(x, rounds_of(JobId(x.job))) for x in origins)
-    unknown = replace(_DRAWN, num_updates=array.array.first_step)
+    unknown = RowNumbers.begun(array.array.first_step)
     return tuple(numbers or unknown for numbers in found)
 
 

@@ -48,6 +48,13 @@ class RowNumbers:
     num_rewinds: int = 0
     retired: str = ""
 
+    @staticmethod
+    def begun(num_updates: int) -> "RowNumbers":
+        """Numbers of a row that has seen so many updates, and of none of which anything is told."""
+        return RowNumbers(
+            loss=0.0, num_tokens=0, gradient_norm=0.0, clip=1.0, learning_rate=0.0, num_updates=num_updates
+        )
+
     @property
     def weight(self) -> float:
         """Factor that makes a mean of its sums over tokens."""

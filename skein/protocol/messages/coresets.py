@@ -72,10 +72,10 @@ class ToldChoice:
     rows: tuple[DrawingRow, ...] = ()
 
     @staticmethod
-    def of(choice: Choice, version: Step, rows: tuple[DrawingRow, ...] = ()) -> "ToldChoice":
+    def of(choice: Choice, version: Step) -> "ToldChoice":
         """A choice as it is told."""
         ids, sizes = choice.ids.astype(_IDS), choice.sizes.astype(_FLOATS)
-        return ToldChoice(version=version, ids=ids.tobytes(), sizes=sizes.tobytes(), rows=rows)
+        return ToldChoice(version=version, ids=ids.tobytes(), sizes=sizes.tobytes())
 
     @property
     def num_picks(self) -> int:

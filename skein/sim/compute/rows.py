@@ -61,17 +61,10 @@ class SimRows:
             raise Violated(f"a chunk at version {version} begins {op}, with {self.kept_version} kept")
 
 
-def picked_of(
-    job: JobSpec, version: Step, microbatches: Iterable[MicrobatchId], *, num_rows: int
-) -> Candidates:
-    """Candidates among the rows of these microbatches by a job's own model, by the code that workers run."""
-    return picked_by(AskedModel(seed=job.seed, step=version), job, microbatches, num_rows=num_rows)
-
-
 def picked_by(
     model: AskedModel, job: JobSpec, microbatches: Iterable[MicrobatchId], *, num_rows: int
 ) -> Candidates:
-    """Candidates by the model of a row of an array, or of a job."""
+    """Candidates among the rows of these microbatches by a model, by the code that workers run."""
     version = model.step
     size = job.batch.microbatch_samples
     ids = np.array([m * size + i for m in sorted(microbatches) for i in range(size)], np.int64)

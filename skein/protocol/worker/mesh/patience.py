@@ -1,4 +1,4 @@
-"""DevicePatience with devices: what never ends is told from what takes long by how long its kind took before."""
+"""Patience with devices: what never ends is told from what takes long by how long its kind took before."""
 
 from collections import defaultdict, deque
 from collections.abc import Hashable

@@ -245,7 +245,7 @@ class Selecting(RunPart):
             self._ask_next()
             return False
         # What a death took is none of a choice's cost, or one would have all later choices come half as often.
-        seconds = self._stood_s + self._passed(now)
+        seconds = self._stood_s + self._standing_s(now)
         if self._began_s is not None:
             self._took_s = max(0.0, now - self._looked_s)
         records = [self._recorded(row, x, seconds=seconds, now=now) for row, x in self._chosen.items()]
@@ -340,12 +340,13 @@ class Selecting(RunPart):
         if len(wanting) < len(self._portions) and set(wanting) <= self._gone:
             self._leave_out("it was lost")
             self._chosen.clear()
-            self._stood_s += self._passed(now)
+            self._stood_s += self._standing_s(now)
         else:
             self._drop()
         self._began_s = None
 
-    def _passed(self, now: float) -> float:
+    def _standing_s(self, now: float) -> float:
+        """Seconds for which training has stood still for the choice under this generation."""
         return 0.0 if self._began_s is None else max(0.0, now - self._began_s)
 
     def _give_up_beside(self) -> None:
