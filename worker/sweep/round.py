@@ -7,7 +7,7 @@ Rules of this file
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -46,13 +46,10 @@ class RowRound:
         module: Stage,
         choices: PassChoices,
         reader: RowReader,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._held = held
         self.numbers = [replace(told, num_tokens=0) for told in held.numbers]
         """Numbers of all rows at the newest local step."""
-        self._clock = clock
         self._took_s: list[float] = []
         """Seconds of a local step in each op that made some."""
         self.num_ops = 0
@@ -81,7 +78,7 @@ class RowRound:
         """
         job = self._held.job
         is_last = self.num_ops == job.batch.num_microbatches - 1
-        num_steps, began_s = job.array.op_steps, self._clock()
+        num_steps, began_s = job.array.op_steps, time.perf_counter()
         steps = [self._step(reader, is_last=is_last and made == num_steps - 1) for made in range(num_steps)]
         self.num_ops += 1
         array = ArrayRound.together(steps)
@@ -93,7 +90,7 @@ class RowRound:
         if num_made:
             if self._held.device.type == "cuda":
                 torch.cuda.synchronize(self._held.device)
-            self._took_s.append((self._clock() - began_s) / num_made)
+            self._took_s.append((time.perf_counter() - began_s) / num_made)
         return median(self._took_s[1:] or self._took_s or [0.0])
 
     def _step(self, reader: RowReader, *, is_last: bool) -> ArrayRound:
