@@ -23,6 +23,8 @@ ROUND_S = 2.0
 _MOST_ROUND_STEPS = 1024
 _LEAST_LAYER_S = 1e-4
 """Seconds that a layer of a row takes, forward and back, however small it is."""
+_LEAST_STEP_S = 1e-9
+"""Seconds that no step takes less than, whatever a worker tells."""
 _NUMBERS = frozenset(
     {
         "betas",
@@ -163,4 +165,4 @@ def round_steps(job: JobSpec, *, num_rows: int, num_steps: int, row_s: float) ->
         row_s: seconds of a row's step, beside so many others.
     """
     most = min(_MOST_ROUND_STEPS, num_steps, 1_000_000 // job.batch.samples)
-    return max(1, min(most, round(ROUND_S / (num_rows * row_s))))
+    return max(1, min(most, round(ROUND_S / max(num_rows * row_s, _LEAST_STEP_S))))

@@ -4,7 +4,7 @@ import pytest
 
 from skein.config.load import parse_job
 from skein.config.sweep.trials import SweepTrial, trials_of
-from skein.plan.sweeping.packing import alike, packed, parting, why_alone
+from skein.plan.sweeping.packing import alike, packed, parting, round_steps, why_alone
 from tests.support.sweeps import RATES
 
 
@@ -70,3 +70,9 @@ def test_arrays_are_as_equal_as_can_be_and_keep_all_workers_busy() -> None:
     assert [len(x) for x in packed(many, most_rows=4, num_workers=1)] == [3, 3, 4]
     assert [len(x) for x in packed(many, most_rows=4, num_workers=99)] == [1] * 10
     assert [trial for array in packed(many, most_rows=4, num_workers=2) for trial in array] == [*many]
+
+
+@pytest.mark.parametrize("row_s", [0.0, 5e-324, 1e-310, 1e9])
+def test_a_round_has_some_steps_whatever_a_worker_tells_of_one(row_s: float) -> None:
+    job = trials("seed: [1, 2]")[0].job
+    assert 1 <= round_steps(job, num_rows=2, num_steps=20, row_s=row_s) <= 20
