@@ -7,6 +7,7 @@ import pytest
 from skein.config.job import JobSpec
 from skein.config.quota import QuotaSpec, QuotasSpec, QuotaUse
 from skein.config.resources import ResourcesSpec
+from skein.config.sweep.spec import SweepSpec, ValuesSpec
 from skein.errors import UserError
 from skein.protocol.coordinator.coordinator_io import (
     CancelAsked,
@@ -21,7 +22,7 @@ from skein.protocol.coordinator.coordinator_io import (
 from skein.protocol.coordinator.lifecycle import deletable
 from skein.protocol.coordinator.quotas import OverQuotaError
 from skein.protocol.coordinator.runs.checkpoints.savings import LATER_S
-from skein.protocol.log.records import CheckpointCommitted, CheckpointDeleted, JobSubmitted, Record
+from skein.protocol.log.records import CheckpointCommitted, CheckpointDeleted, JobEnded, JobSubmitted, Record
 from skein.protocol.messages.directives import Beginning, CheckpointFile, Save
 from skein.protocol.messages.reports import CheckpointWritten
 from skein.types import Generation, JobId, JobState, StageIndex, Step
@@ -241,3 +242,17 @@ def test_what_somebody_needs_is_not_deleted() -> None:
     desk.give(SubmitAsked(key="b", spec=SPEC, begins=Beginning(job=FIRST, version=Step(1))))
     with pytest.raises(UserError, match=r"version: 1: another job begins with it"):
         deletable(job, Step(1), history)
+
+
+def test_arrays_of_a_sweep_that_wait_take_of_its_quota_and_are_not_parted_again_and_again() -> None:
+    desk = bounded(QuotaSpec(workers=1))
+    desk.join("w0", "w1", "w2", "w3", "w4")
+    rates = {"optimizer.learning_rate": ValuesSpec(log_uniform=(0.001, 0.1))}
+    asked = SweepSpec(search="random", space=rates, num_trials=4)
+    alone = small_job(stages=1, replicas=1, microbatches=2, steps=400)
+    desk.submit(alone.model_copy(update={"sweep": asked}))
+    for _ in range(3):
+        desk.wait(1.0)
+    [array] = desk.machine.history.jobs[FIRST].arrays
+    assert desk.machine.history.jobs[array].trials == (0, 1, 2, 3)
+    assert not any(isinstance(record, JobEnded) for record in desk.log)

@@ -78,10 +78,10 @@ class Scheduler:
         """Workers that nobody has or waits for and a job may be given; below 0: those that are lacking."""
         owners = {worker: self.run_of(worker) for worker, entry in self._live.items() if not entry.is_leaving}
         num_free = sum(run is None or run.has_ended for run in owners.values())
-        num_waiting = sum(
-            other.job not in self.runs or not self._crews.of(other.job) for other in self._pending()
-        )
-        return int(min(num_free - num_waiting, self._room(job)))
+        waiting = [x for x in self._pending() if x.job not in self.runs or not self._crews.of(x.job)]
+        # Whoever waits takes of its namespace's quota too.
+        num_own = sum(other.namespace == job.namespace for other in waiting)
+        return int(min(num_free - len(waiting), self._room(job) - num_own))
 
     def deadline(self) -> float | None:
         """Time at which `look` is wanted next; None: it is not."""
