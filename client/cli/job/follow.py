@@ -158,8 +158,8 @@ class LineView:
         self._console.print(Text(text), soft_wrap=True)
 
 
-class BarView:
-    """A bar with figures, and news above it."""
+class StepsBar:
+    """A bar over steps with figures at its end, and lines above it, while it is entered."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -173,7 +173,6 @@ class BarView:
             expand=True,
         )
         self._bar: TaskID | None = None
-        self._news = News()
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -182,19 +181,29 @@ class BarView:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def show(self, progress: JobProgress, event: JobEvent) -> None:
+    def _be_at(self, step: int, total_steps: int, *, state: str, figures: str) -> None:
         if self._bar is None:
-            self._bar = self._progress.add_task(progress.state, total=progress.total_steps, figures="")
+            self._bar = self._progress.add_task(state, total=total_steps, figures="")
         self._progress.update(
-            self._bar,
-            total=progress.total_steps,
-            completed=progress.step,
-            description=progress.state,
-            figures=progress.brief(),
+            self._bar, total=total_steps, completed=step, description=state, figures=figures
         )
+
+    def _line(self, text: str) -> None:
+        self._progress.console.print(Text(text), soft_wrap=True)
+
+
+class BarView(StepsBar):
+    """A bar with figures, and news above it."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._news = News()
+
+    def show(self, progress: JobProgress, event: JobEvent) -> None:
+        self._be_at(progress.step, progress.total_steps, state=progress.state, figures=progress.brief())
         text = self._news.text(event)
         if text and not isinstance(event.body, EvaluationFinished | CheckpointFinished):
-            self._progress.console.print(Text(text), soft_wrap=True)
+            self._line(text)
 
 
 def view_for(console: Console) -> View:

@@ -7,10 +7,9 @@ from contextlib import ExitStack
 from typing import Protocol, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
-from client.cli.job.follow import LINE_S
+from client.cli.job.follow import LINE_S, StepsBar
 from client.cli.show import count, duration, eta_s, number
 from skein.types import JobState
 from skein.wire.views import JobStatus
@@ -81,42 +80,17 @@ class SweepLines:
             self._console.print(Text(line), soft_wrap=True)
 
 
-class SweepBar:
+class SweepBar(StepsBar):
     """A bar with figures, and news above it."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[figures]}"),
-            console=console,
-            refresh_per_second=4,
-            expand=True,
-        )
-        self._bar: TaskID | None = None
+        super().__init__(console)
         self._news = TrialNews()
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
     def show(self, status: JobStatus) -> None:
-        if self._bar is None:
-            self._bar = self._progress.add_task("", total=status.total_steps, figures="")
-        self._progress.update(
-            self._bar,
-            total=status.total_steps,
-            completed=status.step,
-            description=status.state,
-            figures=figures(status),
-        )
+        self._be_at(status.step, status.total_steps, state=status.state, figures=figures(status))
         for line in self._news.lines(status):
-            self._progress.console.print(Text(line), soft_wrap=True)
+            self._line(line)
 
 
 def sweep_view_for(console: Console) -> SweepView:

@@ -178,9 +178,7 @@ def test_blocks_of_experts_give_what_they_give_on_one_device(
     assert given[1].hidden.grad is not None
     assert_near(given[0].hidden.grad, given[1].hidden.grad, tolerance=GRADIENT_ROUNDING)
     stage.gather_sums()
-    expected = sums(alone)
-    for parameter, gradient in sums(shared).items():
-        assert_near(gradient, expected[parameter], tolerance=GRADIENT_ROUNDING, what=parameter)
+    assert_same_sums(shared, alone, tolerance=GRADIENT_ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +209,7 @@ def test_pieces_give_what_all_rows_at_once_give(
     assert given[1].hidden.grad is not None
     assert_near(given[0].hidden.grad, given[1].hidden.grad, tolerance=GRADIENT_ROUNDING)
     stage.gather_sums()
-    expected = sums(alone)
-    for parameter, gradient in sums(shared).items():
-        assert_near(gradient, expected[parameter], tolerance=GRADIENT_ROUNDING, what=parameter)
+    assert_same_sums(shared, alone, tolerance=GRADIENT_ROUNDING)
 
 
 @pytest.mark.parametrize("in_sequence", [False, True])
@@ -240,9 +236,7 @@ def test_means_of_tokens_are_summed_over_devices_without_what_pads_a_sequence(
     assert given[1].hidden.grad is not None
     assert_near(given[0].hidden.grad, given[1].hidden.grad, tolerance=GRADIENT_ROUNDING)
     stage.gather_sums()
-    expected = sums(alone)
-    for parameter, gradient in sums(shared).items():
-        assert_near(gradient, expected[parameter], tolerance=GRADIENT_ROUNDING, what=parameter)
+    assert_same_sums(shared, alone, tolerance=GRADIENT_ROUNDING)
 
 
 def test_pieces_are_chosen_by_what_devices_measure(four: Mesh, caplog: pytest.LogCaptureFixture) -> None:
@@ -343,9 +337,7 @@ def test_gradients_are_summed_beside_layers_of_experts_as_far_as_there_is_room(
                 2 * num * (size - 1) // size for num in summed
             )
     stage.gather_sums()
-    expected = sums(alone)
-    for parameter, gradient in sums(shared).items():
-        assert_near(gradient, expected[parameter], tolerance=GRADIENT_ROUNDING, what=parameter)
+    assert_same_sums(shared, alone, tolerance=GRADIENT_ROUNDING)
 
 
 def test_weight_gradients_of_experts_wait_at_their_devices(four: Mesh) -> None:

@@ -68,10 +68,10 @@ def sums(stage: Stage) -> dict[str, Tensor]:
     return {name: x.grad.clone() for name, x in stage.named_parameters() if x.grad is not None}
 
 
-def assert_same_sums(found: Stage, wanted: Stage) -> None:
+def assert_same_sums(found: Stage, wanted: Stage, *, tolerance: float = ROUNDING) -> None:
     expected = sums(wanted)
     for name, gradient in sums(found).items():
-        assert_near(gradient, expected[name], tolerance=ROUNDING, what=name)
+        assert_near(gradient, expected[name], tolerance=tolerance, what=name)
 
 
 def assert_learns_alike(stage: MeshStage, shared: Stage, alone: Stage, x: Tensor, labels: Tensor) -> None:
