@@ -7,6 +7,7 @@ import pytest
 from skein.config.job import ArrayJob, JobSpec
 from skein.config.sweep.spec import SweepSpec
 from skein.plan.sweeping.packing import ROUND_S
+from skein.protocol.coordinator.coordinator_io import PauseAsked, ResumeAsked
 from skein.protocol.coordinator.sweeping.standing import stands_of
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import HaltAsked, JobSubmitted, StepCommitted
@@ -105,3 +106,25 @@ def test_what_is_left_of_an_array_is_joined_with_what_waits(restarts: bool) -> N
     joined = arrays_of(history)[-1].spec
     assert isinstance(joined, ArrayJob)
     assert joined.array.first_step == 0
+
+
+def test_a_sweep_is_held_though_nobody_has_the_array_that_is_to_end_with_its_round() -> None:
+    world = world_of(sweep(0, 1, 3, 4), 1)
+    add_worker(world)
+    run_until(world, lambda world: bool(of_kind(world.log, HaltAsked)))
+    late = world.workers[WorkerId("late")].machine.identity
+    for worker in [*world.workers]:
+        world.kill_worker(worker)
+    run_events(world, 60)
+    assert world.coordinator is not None
+    history = world.coordinator.history
+    assert history.jobs[JobId("small-1-a1")].ends_with_round
+    world.tell(PauseAsked(job=SWEEP))
+    run_until(world, lambda _: history.state_of(SWEEP) is JobState.HELD)
+    profile = late.profile
+    world.add_worker(
+        WorkerId("next"), late.site, flops_per_s=profile.flops_per_s, memory_bytes=profile.memory_bytes
+    )
+    world.tell(ResumeAsked(job=SWEEP))
+    finish(world, about="held")
+    check(history, (0, 1, 3, 4))

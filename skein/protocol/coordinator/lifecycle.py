@@ -55,7 +55,8 @@ def cancel_asked(job: JobHistory, run: Run | None, event: CancelAsked, outbox: O
 def pause_asked(job: JobHistory, run: Run | None, event: PauseAsked, outbox: Outbox, *, now: float) -> None:
     """Have a job held that has not ended, and is not about to."""
     reason = event.reason or "paused by a client"
-    if job.end is not None or job.held is not None or job.halt is not None:
+    is_halting = job.halt is not None and not job.ends_with_round
+    if job.end is not None or job.held is not None or is_halting:
         return
     if run is None:
         outbox.record(JobHeld(job=job.job, reason=reason, wall_s=now))
