@@ -152,8 +152,9 @@ async def trained(job: JobSpec, fatal: int | None) -> tuple[list[float], Course]
 @pytest.fixture
 def ignored(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Lets routers choose for themselves, whatever they are told."""
-    own: Callable[..., Tensor] = lambda _junction, choices, _scores, _form: choices  # noqa: E731
-    return lambda: monkeypatch.setattr(Junction, "settled", own)
+    return lambda: monkeypatch.setattr(
+        Junction, "settled", lambda _junction, choices, _scores, _form: choices
+    )
 
 
 async def test_a_router_whose_logits_differ_a_little_repeats_the_choices_of_a_dead_worker(
