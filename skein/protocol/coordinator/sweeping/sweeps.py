@@ -27,7 +27,7 @@ from skein.protocol.coordinator.runs.phase import GatherPhase
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.coordinator.sweeping.anew import chosen_anew
 from skein.protocol.coordinator.sweeping.deciding import SweepCourse, course_of, progress_words
-from skein.protocol.coordinator.sweeping.pace import is_off, measured_bytes, measured_row_s
+from skein.protocol.coordinator.sweeping.measured import is_off, measured_bytes, measured_row_s
 from skein.protocol.coordinator.sweeping.pruning import spare_checkpoints
 from skein.protocol.coordinator.sweeping.standing import TrialStand, asked_of, stands_of
 from skein.protocol.log.history import JobHistory
