@@ -96,7 +96,7 @@ def _changed(text: str, changes: Mapping[str, object]) -> str:
         ({"job": "sim-1-a2"}, "goes on from"),
         ({"origin": None}, "goes on from"),
         ({"trial": 2}, "goes on from"),
-        ({"first_step": 24}, "has not made 24 steps"),
+        ({"first_step": 24}, "rows begin after 24 steps"),
     ],
 )
 def test_a_trial_that_goes_on_from_elsewhere_is_a_violation(
