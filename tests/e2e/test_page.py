@@ -57,6 +57,7 @@ def test_the_page_of_a_run_in_a_browser(
 
         assert run(["status", job.id, "--json", "--coordinator", cluster.target]) == 0
         status = json.loads(capsys.readouterr().out)
+        seen.until(f"{shown_of(job.id, 'state')} === 'finished'")
         for part in ("#job-facts", f'#job-table [data-job="{job.id}"]'):
             shown = seen.value(SHOWN.format(part))
             assert isinstance(shown, list)
@@ -134,9 +135,13 @@ def opened(seen: Browser, url: str, job: str) -> tuple[float, int]:
 
 def step_of(job: str) -> str:
     """Expression for the step that the page shows of a job."""
-    return (
-        f"Number(document.querySelector('#job-table [data-job=\"{job}\"] [data-field=step]')?.dataset.value)"
-    )
+    return f"Number({shown_of(job, 'step')})"
+
+
+def shown_of(job: str, field: str) -> str:
+    """Expression for what the page shows in a field of a job."""
+    cell = f"document.querySelector('#job-table [data-job=\"{job}\"] [data-field={field}]')"
+    return f"JSON.parse({cell}?.dataset.value ?? 'null')"
 
 
 def spec_microbatches(samples: int, microbatch_samples: int) -> range:
