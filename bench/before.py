@@ -20,10 +20,9 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from statistics import median
 
 from bench.overhead import NUM_WARM_STEPS
-from bench.report import Row, finish, spread
+from bench.report import Row, finish, speed_row
 from skein.errors import UserError
 
 GOAL = 0.98
@@ -139,7 +138,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         with checkout(args.commit) as tree:
-            rows = [speed_row(*measured(tree, args), args.commit)] if args.runs else []
+            rows = [pairs_row(*measured(tree, args), args.commit)] if args.runs else []
             rows += [plans_row(plans_of(ROOT), plans_of(tree), args.commit)] if args.plans else []
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -165,19 +164,10 @@ def measured(tree: Path, args: argparse.Namespace) -> tuple[list[float], list[fl
     return now, before
 
 
-def speed_row(now: Sequence[float], before: Sequence[float], commit: str) -> Row:
+def pairs_row(now: Sequence[float], before: Sequence[float], commit: str) -> Row:
     """Each run beside the one before it by the other checkout."""
-    ratios = [one / other for one, other in zip(now, before, strict=True)]
-    return Row(
-        what="2 stages x 1 replica on 2 workers of 1 thread, llama-10m, sequence 256",
-        value=median(now),
-        unit="tokens/s",
-        against=f"{commit}: {median(before):.0f} tokens/s",
-        ratio=median(ratios),
-        goal=f">= {GOAL}",
-        holds=median(ratios) >= GOAL,
-        spread=spread(ratios),
-    )
+    what = "2 stages x 1 replica on 2 workers of 1 thread, llama-10m, sequence 256"
+    return speed_row(what, now, before, against=commit, least=GOAL)
 
 
 def plans_row(now: Mapping[str, str], before: Mapping[str, str], commit: str) -> Row:

@@ -33,6 +33,23 @@ def spread(runs: Sequence[float]) -> float:
     return (max(runs) - min(runs)) / median(runs)
 
 
+def speed_row(
+    what: str, speeds: Sequence[float], others: Sequence[float], *, against: str, least: float
+) -> Row:
+    """Tokens a second of runs, each beside the other's that it took turns with; `ratio` is the median of pairs."""
+    ratios = [one / other for one, other in zip(speeds, others, strict=True)]
+    return Row(
+        what=what,
+        value=median(speeds),
+        unit="tokens/s",
+        against=f"{against}: {median(others):.0f} tokens/s",
+        ratio=median(ratios),
+        goal=f">= {least}",
+        holds=median(ratios) >= least,
+        spread=spread(ratios),
+    )
+
+
 Figure = float | str | None
 Figures = Mapping[str, Figure | Mapping[str, Figure]]
 """What a line carries beside its rows."""

@@ -4,16 +4,16 @@ from contextlib import ExitStack
 
 import pytest
 
-from bench.before import checkout, plans_row, speed_row
+from bench.before import checkout, pairs_row, plans_row
 from skein.errors import UserError
 
 
 def test_pairs_of_turns_are_compared_and_not_medians_of_either() -> None:
     # The machine is half as fast in the last pair.
-    row = speed_row([98.0, 101.0, 50.0], [100.0, 100.0, 50.5], "abc")
+    row = pairs_row([98.0, 101.0, 50.0], [100.0, 100.0, 50.5], "abc")
     assert row.ratio == pytest.approx(50 / 50.5)
     assert row.holds
-    assert not speed_row([97.0] * 3, [100.0] * 3, "abc").holds
+    assert not pairs_row([97.0] * 3, [100.0] * 3, "abc").holds
 
 
 def test_plans_that_only_one_makes_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:

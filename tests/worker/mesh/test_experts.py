@@ -1,7 +1,7 @@
 """Experts in parts over the devices of a mesh, in real processes over gloo, against one device."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -175,8 +175,14 @@ def test_blocks_of_experts_give_what_they_give_on_one_device(
     torch.autograd.backward(found, wanted.detach())
     torch.autograd.backward(wanted, wanted.detach())
     assert counted(four, before) == back
-    assert given[1].hidden.grad is not None
-    assert_near(given[0].hidden.grad, given[1].hidden.grad, tolerance=GRADIENT_ROUNDING)
+    assert_same_gradients(stage, shared, alone, given)
+
+
+def assert_same_gradients(stage: MeshStage, shared: Stage, alone: Stage, given: Sequence[Crossing]) -> None:
+    """What went back to a mesh's input, and to the parameters that its devices share, is that of one device."""
+    here, there = (crossing.hidden.grad for crossing in given)
+    assert there is not None
+    assert_near(here, there, tolerance=GRADIENT_ROUNDING)
     stage.gather_sums()
     assert_same_sums(shared, alone, tolerance=GRADIENT_ROUNDING)
 
@@ -206,10 +212,7 @@ def test_pieces_give_what_all_rows_at_once_give(
     torch.autograd.backward(wanted, wanted.detach())
     assert told.num_dropped == wanted_told.num_dropped > 0
     assert_near(found.detach(), wanted.detach(), tolerance=ROUNDING)
-    assert given[1].hidden.grad is not None
-    assert_near(given[0].hidden.grad, given[1].hidden.grad, tolerance=GRADIENT_ROUNDING)
-    stage.gather_sums()
-    assert_same_sums(shared, alone, tolerance=GRADIENT_ROUNDING)
+    assert_same_gradients(stage, shared, alone, given)
 
 
 @pytest.mark.parametrize("in_sequence", [False, True])
@@ -233,10 +236,7 @@ def test_means_of_tokens_are_summed_over_devices_without_what_pads_a_sequence(
     torch.autograd.backward(found, wanted.detach())
     torch.autograd.backward(wanted, wanted.detach())
     assert counted(four, before) == each_way
-    assert given[1].hidden.grad is not None
-    assert_near(given[0].hidden.grad, given[1].hidden.grad, tolerance=GRADIENT_ROUNDING)
-    stage.gather_sums()
-    assert_same_sums(shared, alone, tolerance=GRADIENT_ROUNDING)
+    assert_same_gradients(stage, shared, alone, given)
 
 
 def test_pieces_are_chosen_by_what_devices_measure(four: Mesh, caplog: pytest.LogCaptureFixture) -> None:
