@@ -4,11 +4,10 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
-from client.api import Job
+from client.api import Client, Job
 from skein.config.load import parse_job
-from skein.types import JobState
-from skein.wire.views import StateChanged
-from tests.e2e.jobs import wait_for_step
+from skein.types import JobState, WorkerId
+from skein.wire.views import StateChanged, StepFinished
 from tests.e2e.shared import SharedCluster
 
 JOB = """
@@ -39,6 +38,22 @@ def wait_until_running(job: Job) -> None:
     raise AssertionError(f"{job.id} never ran: {job.status()}")
 
 
+def wait_until_stepped(array: Job) -> None:
+    """Until an array has made some rounds, or is packed anew."""
+    for event in array.events():
+        if isinstance(event.body, StepFinished) and event.body.record.step >= 2:
+            return
+
+
+def at_work(client: Client, job: Job) -> WorkerId:
+    """A worker that has an array of a sweep, as soon as one does."""
+    while not job.status().state.is_final:
+        for worker in client.workers():
+            if worker.job is not None and worker.job.startswith(f"{job.id}-a"):
+                return worker.worker
+    raise AssertionError(f"{job.id} ended before a worker was killed")
+
+
 def test_the_best_of_many_trials_is_found_and_exported_though_a_worker_is_killed(
     shared: SharedCluster, tmp_path: Path
 ) -> None:
@@ -46,9 +61,8 @@ def test_the_best_of_many_trials_is_found_and_exported_though_a_worker_is_killed
     with shared.client() as client:
         job = client.submit(parse_job(JOB, origin="job"))
         wait_until_running(job)
-        array = client.job(f"{job.id}-a1")
-        wait_for_step(array, 2)
-        shared.restart(next(worker.worker for worker in client.workers() if worker.job == array.id))
+        wait_until_stepped(client.job(f"{job.id}-a1"))
+        shared.restart(at_work(client, job))
         done = job.wait()
         assert done.state is JobState.FINISHED, done.reason
         assert [found.name for found in client.jobs() if found.job == job.id] == ["rates"]
