@@ -10,7 +10,7 @@ from skein.plan.changing.reroute import ways
 from skein.plan.sweeping.choosing import RowPlace, rounds_left
 from skein.protocol.log import records
 from skein.protocol.log.divergence import LossWatch
-from skein.protocol.log.holding import Holding, holding_of
+from skein.protocol.log.holding import Holding, absent, holding_of
 from skein.protocol.log.learned import learned_after, learned_under
 from skein.protocol.log.openings import Opening, is_covered, position_reached
 from skein.protocol.log.row_choices import carried_choices, newest_choices, row_places
@@ -361,7 +361,7 @@ class History:
                 job.damaged.pop(record.version, None)
             case records.RolledBack():
                 assert record.from_version == job.version >= record.to_version
-                job.given_up |= _absent(job)
+                job.given_up |= absent(job.may_hold, job.members)
                 job.holding = ()
                 job.behind.clear()
                 job.version = record.to_version
@@ -385,7 +385,7 @@ class History:
                 job.turned_at = job.version
                 job.losses.changed()
                 job.averaged.update(dict.fromkeys(record.stages, record.version))
-                job.given_up |= _absent(job)
+                job.given_up |= absent(job.may_hold, job.members)
                 job.behind.clear()
                 here = set(job.members)
                 job.holding = tuple({m: x for m, x in held.items() if m in here} for held in job.holding)
@@ -480,15 +480,6 @@ def _behind(job: JobHistory) -> dict[records.GenerationMember, frozenset[ChunkVe
         if member.worker not in here
     }
     return {member: chunks for member, chunks in away.items() if chunks}
-
-
-def _absent(job: JobHistory) -> dict[Incarnation, Step]:
-    """Processes that may hold chunks and are no members of the newest generation, each with its newest version."""
-    return {
-        member.incarnation: max(held.version for held in chunks)
-        for member, chunks in job.may_hold.items()
-        if member not in job.members
-    }
 
 
 def _still_standing(job: JobHistory, record: records.PlanAdopted) -> tuple[tuple[ChunkRef, ...], ...]:
