@@ -354,9 +354,14 @@ class JobSpec(Spec):
         """Steps after which the budget is spent, if its hours last and its epochs are not fewer."""
         by_tokens = MOST_STEPS
         if self.budget.tokens is not None:
-            step_tokens = self.batch.samples * self.model.sample_tokens(self.data.sequence_tokens)
+            step_tokens = self.batch.num_microbatches * self.microbatch_tokens
             by_tokens = min(by_tokens, -(-self.budget.tokens // step_tokens))
         return min(by_tokens, self.budget.steps or MOST_STEPS)
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of a microbatch; a digit counts as one."""
+        return self.batch.microbatch_samples * self.model.sample_tokens(self.data.sequence_tokens)
 
     @property
     def num_fixed_stages(self) -> int:

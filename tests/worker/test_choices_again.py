@@ -183,7 +183,7 @@ def test_a_stand_in_of_a_check_routes_as_the_suspect_though_a_logit_differs(
 
     assert worst() < 10 * MOVED
     # Were holders of a stage not told what was chosen, an honest suspect would seem to lie.
-    monkeypatch.setattr(Left, "hear_routed", lambda _left, _op, _parts: None)
+    monkeypatch.setattr(Left, "hear_routed", lambda *_: None)
     assert worst() > TOLERANCE[Precision.FP32]
 
 

@@ -24,7 +24,8 @@ from worker.bundle import Bundle, WireTensor
 from worker.compute.chunk import Chunk
 from worker.compute.exchanging import Exchanging
 from worker.compute.operands import OperandError, check_operands
-from worker.compute.payload import pack
+from worker.compute.payload import choices_name, pack
+from worker.compute.visits.left import Left
 from worker.telling.aggregating import Gauges
 
 STAGE = StageIndex(0)
@@ -255,3 +256,19 @@ def test_shards_of_a_vocabulary_look_at_what_the_shard_before_passes_on() -> Non
         with pytest.raises(OperandError, match=r"give with it 'scores' of shape \[1, 4, 2\]") as caught:
             look_at(x=hidden, **strange)
         assert caught.value.sender == hops[-2].worker
+
+
+def test_of_choices_that_holders_tell_what_can_be_is_noted() -> None:
+    shape = MixtralShape(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    job = small_job(stages=2, microbatches=2).model_copy(update={"model": MixtralModel(shape=shape)})
+    stage = cut_job(job)[0]
+    form = job.model.choices_of(job.microbatch_tokens)
+    assert form is not None
+    chosen = torch.zeros(job.model.num_blocks_in(stage), *form.shape).to(torch.uint8)
+    left = Left(Gauges())
+    first, last, beyond = (choices_name(MicrobatchId(m)) for m in (0, 1, 2))
+    wrong = {first: chosen[:, :1], last: torch.full_like(chosen, form.most + 1)}
+    for part in (wrong, {first: chosen, beyond: chosen, "shard": torch.zeros(4)}, {first: chosen + 1}):
+        left.hear_routed(STEP, stage, job, part)
+    assert list(left.routed) == [(STEP, MicrobatchId(0), stage.index)]
+    assert torch.equal(left.routed[STEP, MicrobatchId(0), stage.index], chosen)

@@ -41,6 +41,7 @@ from worker.compute.payload import (
     VALID,
     WEIGHTS,
     Payload,
+    are_choices,
     microbatch_of,
 )
 from worker.compute.visits.left import Passage
@@ -109,7 +110,7 @@ def _check_shards(
 
 
 def _is_of_holders(tensor: WireTensor) -> bool:
-    """Whether it may be choices that holders of a stage tell each other; who computes by them looks at their values."""
+    """Whether it may be choices that holders of a stage tell each other; who notes them looks at their values."""
     return microbatch_of(tensor.name) is not None and tensor.dtype in (DType.UINT8, DType.INT32)
 
 
@@ -206,13 +207,11 @@ def _check_choices(op: ComputeOp, bundle: Bundle, chunk: Chunk, num_tokens: int,
 
 def _are_choices(told: WireTensor, form: Choices, num_layers: int, *, is_own: bool) -> bool:
     """Whether these are choices of so many layers, or of some of them where another stage made them."""
-    if told.dtype is not (DType.UINT8 if form.is_narrow else DType.INT32) or told.shape[1:] != form.shape:
+    if told.dtype is not (DType.UINT8 if form.is_narrow else DType.INT32):
         return False
     # Others' are looked at too: who is handed them back would take whoever handed them on for their maker.
-    values = to_torch(told)
-    if not bool(((values >= 0) & (values <= form.most)).all()):
-        return False
-    return told.shape[0] == num_layers if is_own else 1 <= told.shape[0] <= num_layers
+    num_told = num_layers if is_own else max(1, min(num_layers, *told.shape[:1]))
+    return are_choices(to_torch(told), form, num_told)
 
 
 def _check_gradient(

@@ -285,8 +285,11 @@ class Compute:
 
     def _hear_routed(self, op: SumOp | JoinOp, told: Iterable[Mapping[str, Tensor]]) -> None:
         """Note choices of experts that other holders of a group's stage send with one of its shards."""
-        if self._held.job.checks.fraction:
-            self._left.hear_routed(op, told)
+        stages = {member.stage for member in op.group.members}
+        if self._held.job.checks.fraction and len(stages) == 1:
+            stage = self._held.chunks[min(stages)].stage
+            for part in told:
+                self._left.hear_routed(op.step, stage, self._held.job, part)
 
     def _join(self, op: JoinOp, operands: Mapping[TensorKey, Payload]) -> Joined:
         group = op.group

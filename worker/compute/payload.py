@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from skein.model.sparse.choices import Choices
 from skein.types import MicrobatchId, WorkerId
 from worker.bundle import Bundle, allocate, bundle_bytes, to_torch, to_wire
 from worker.data.dataset import Batch
@@ -59,6 +60,12 @@ def microbatch_of(name: str) -> MicrobatchId | None:
     """The microbatch in such a name; None: it is another."""
     found = _OF_MICROBATCH.fullmatch(name)
     return None if found is None else MicrobatchId(int(found[1]))
+
+
+def are_choices(told: Tensor, form: Choices, num_layers: int) -> bool:
+    """Whether a tensor from elsewhere is choices of so many layers."""
+    fits = told.shape == (num_layers, *form.shape)
+    return fits and bool(((told >= 0) & (told <= form.most)).all())
 
 
 def tensor_if_any(name: str, tensor: Tensor | None) -> dict[str, Tensor]:

@@ -7,11 +7,12 @@ from typing import Self
 
 from torch import Tensor
 
+from skein.config.job import JobSpec
 from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import GroupOp
-from skein.types import MicrobatchId, StageIndex, Step
-from worker.compute.payload import choices_name, microbatch_of
+from skein.types import MicrobatchId, StageIndex, StageSpec, Step
+from worker.compute.payload import are_choices, choices_name, microbatch_of
 from worker.model.base import Crossing, Labels
 from worker.model.pending import Pending, add_up, held_bytes
 from worker.telling.aggregating import Gauges
@@ -82,13 +83,16 @@ class Left:
             if step == op.step and {stage} == stages
         }
 
-    def hear_routed(self, op: GroupOp, parts: Iterable[Mapping[str, Tensor]]) -> None:
-        """Note choices that other holders of a group's stage have sent; what is known already stays."""
-        stages = {member.stage for member in op.group.members}
-        for name, tensor in (named for part in parts for named in part.items()):
+    def hear_routed(self, step: Step, stage: StageSpec, job: JobSpec, part: Mapping[str, Tensor]) -> None:
+        """Note choices that another holder of a stage has sent, as far as they can be; what is known already stays."""
+        form = job.model.choices_of(job.microbatch_tokens)
+        num_layers = job.model.num_blocks_in(stage)
+        for name, tensor in part.items():
             m = microbatch_of(name)
-            if m is not None and len(stages) == 1:
-                self.routed.setdefault((op.step, m, min(stages)), tensor)
+            if form is None or m is None or m >= job.batch.num_microbatches:
+                continue
+            if are_choices(tensor, form, num_layers):
+                self.routed.setdefault((step, m, stage.index), tensor)
 
     def staying(self, resumed: Iterable[ResumedChunk]) -> Self:
         """Part of it that a step which goes on is told to keep, if one does; choices stay, for it may be made again."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from skein.errors import LocalError
-from skein.model.sparse.choices import Choices
 from skein.plan.ops import Direction
 from skein.protocol.messages.reports import Balance
 from skein.protocol.worker.ops import (
@@ -88,12 +87,6 @@ class _Given:
     num_valid: int | None
     before: Tensor | None = None
     repeated: Tensor | None = None
-
-
-def are_choices(told: Tensor, form: Choices, num_layers: int) -> bool:
-    """Whether a tensor from elsewhere is choices of so many layers."""
-    fits = told.shape == (num_layers, *form.shape)
-    return fits and bool(((told >= 0) & (told <= form.most)).all())
 
 
 class Visiting:
@@ -258,13 +251,9 @@ class Visiting:
 
     def _routed(self, op: ForwardOp | LossOp | LossInputOp, given: _Given) -> Tensor | None:
         """Choices that this stage has made of the microbatch before, here or elsewhere, as far as they are known."""
-        known = self._left.routed.get((op.step, op.microbatch, op.chunk.stage)) if op.phase.trains else None
-        if given.repeated is not None or known is None:
+        if given.repeated is not None or not op.phase.trains:
             return given.repeated
-        spec = self._holding.job.model
-        num_layers = spec.num_blocks_in(self._chunk(op.chunk).stage)
-        form = spec.choices_of(given.crossing.hidden.shape[:2].numel())
-        return known if form is not None and are_choices(known, form, num_layers) else None
+        return self._left.routed.get((op.step, op.microbatch, op.chunk.stage))
 
     def _input(self, op: ForwardOp | LossOp | LossInputOp, operands: Mapping[TensorKey, Payload]) -> _Given:
         if op.operand is None:
