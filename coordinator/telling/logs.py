@@ -20,7 +20,7 @@ def begin_coordinator_log(path: Path, log_format: LogFormat) -> None:
     """Sends what this process logs to the file at `path`."""
     file = RotatingFileHandler(path, maxBytes=_MAX_BYTES, backupCount=_NUM_OLDER)
     file.setFormatter(formatter(log_format))
-    for name in ("coordinator", "skein", "grpc"):
+    for name in ("coordinator", "skein", "grpc", "asyncio"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.propagate = False

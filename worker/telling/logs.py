@@ -11,7 +11,8 @@ from skein.wire.process.logs import LogFormat, formatter
 _MAX_LINES = 500
 _MAX_LINES_AT_ONCE = 100
 _MAX_CHARACTERS = 2000
-_ROOTS = ("worker", "skein")
+_ROOTS = ("worker", "skein", "asyncio")
+"""Loggers of ours, and the one on which a loop tells of what nobody caught."""
 
 
 class LogTail(logging.Handler):
