@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 
 from pydantic import JsonValue
@@ -78,28 +78,28 @@ def trials_of(job: JobSpec) -> tuple[SweepTrial, ...]:
 
 
 class _Same:
-    """A job that is equal to nothing but itself: whoever asks again and again does not want its text each time."""
-
-    __slots__ = ("job",)
+    """A job by its text, which is made once it is compared with another: whoever asks again asks for the very same."""
 
     def __init__(self, job: JobSpec) -> None:
         self.job = job
 
+    @cached_property
+    def text(self) -> str:
+        """Canonical JSON."""
+        return self.job.canonical_json()
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.job is other.job
+        return isinstance(other, _Same) and (self.job is other.job or self.text == other.text)
 
     def __hash__(self) -> int:
-        return id(self.job)
+        return hash(self.job.name)
 
 
 # Whoever goes on with sweeps, or tells of them, asks for those of all that have not ended.
 @lru_cache(maxsize=64)
 def _trials_of(same: _Same) -> tuple[SweepTrial, ...]:
-    return _trials(same.job.canonical_json())
-
-
-@lru_cache(maxsize=64)
-def _trials(text: str) -> tuple[SweepTrial, ...]:
+    text = same.text
+    # As whoever reads the run log has it.
     job = JobSpec.model_validate_json(text)
     assert job.sweep is not None, "only a sweep has trials"
     if len(text) * job.sweep.size > _MOST_CHARACTERS:

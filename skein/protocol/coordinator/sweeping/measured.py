@@ -5,10 +5,11 @@ Rules of this file
 - An array is begun anew for its pace once at most: when its rows have come from no other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import ceil
 
 from skein.config.job import ArrayJob
+from skein.config.sweep.trials import trials_of
 from skein.plan.sweeping.packing import Parting, parting, round_steps
 from skein.plan.sweeping.repacking import LEAST_ROUNDS
 from skein.protocol.coordinator.sweeping.standing import TrialStand
@@ -20,31 +21,26 @@ _MANY_ROUNDS = 100
 """Rounds left, from which on an array with short ones is worth beginning anew: each costs some milliseconds."""
 
 
-def measured_row_s(
-    sweep: JobHistory, stands: Sequence[TrialStand], key: Parting, history: History
-) -> float | None:
+def measured_row_s(sweep: JobHistory, key: Parting, history: History) -> float | None:
     """Seconds of a row's step, of those that share `key`, as they were told last; None: they were not."""
-    own = _arrays(sweep, stands, key, history)
+    own = _arrays(sweep, key, history)
     return next((row_s for array in own if (row_s := _told(array)) is not None), None)
 
 
-def measured_bytes(
-    sweep: JobHistory, stands: Sequence[TrialStand], key: Parting, history: History
-) -> tuple[int, int] | None:
+def measured_bytes(sweep: JobHistory, key: Parting, history: History) -> tuple[int, int] | None:
     """Memory of rows that share `key`, whatever their number, and of each, as was told last; None: it was not."""
-    for array in _arrays(sweep, stands, key, history):
+    for array in _arrays(sweep, key, history):
         made = None if array.last_commit is None else array.last_commit.array
         if made is not None and made.row_bytes:
             return made.fixed_bytes, made.row_bytes
     return None
 
 
-def _arrays(
-    sweep: JobHistory, stands: Sequence[TrialStand], key: Parting, history: History
-) -> Iterator[JobHistory]:
+def _arrays(sweep: JobHistory, key: Parting, history: History) -> Iterator[JobHistory]:
     """Arrays whose rows share `key` and that have made a round, newest first."""
+    trials = trials_of(sweep.spec)
     for array in (history.jobs[job] for job in reversed(sweep.arrays)):
-        if array.last_commit is not None and parting(stands[array.trials[0]].trial) == key:
+        if array.last_commit is not None and parting(trials[array.trials[0]]) == key:
             yield array
 
 

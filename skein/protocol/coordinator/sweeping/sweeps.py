@@ -29,7 +29,7 @@ from skein.protocol.coordinator.sweeping.anew import chosen_anew
 from skein.protocol.coordinator.sweeping.deciding import SweepCourse, course_of, progress_words
 from skein.protocol.coordinator.sweeping.measured import is_off, measured_bytes, measured_row_s
 from skein.protocol.coordinator.sweeping.pruning import spare_checkpoints
-from skein.protocol.coordinator.sweeping.standing import TrialStand, asked_of, stands_of
+from skein.protocol.coordinator.sweeping.standing import TrialStand, asked_of
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
 from skein.protocol.membership.membership import Entry
@@ -221,8 +221,8 @@ class Sweeps:
 
     def _round_steps(self, sweep: JobHistory, stands: Sequence[TrialStand], num_steps: int) -> int:
         """Steps of a round of these trials, by what rows like them have taken, if they were measured."""
-        history, trial = self._out.history, stands[0].trial
-        measured = measured_row_s(sweep, stands_of(sweep, history), parting(trial), history)
+        trial = stands[0].trial
+        measured = measured_row_s(sweep, parting(trial), self._out.history)
         speeds = [entry.hello.profile.flops_per_s for entry in self._live.values()]
         row_s = measured or row_seconds(trial.job, flops_per_s=max(speeds))
         steps = round_steps(trial.job, num_rows=len(stands), num_steps=num_steps, row_s=row_s)
@@ -235,8 +235,7 @@ class Sweeps:
         made = make_balanced_plan(spec, Fleet(workers=(roomiest,), links=()), None, 0)
         if isinstance(made, Infeasible) or not isinstance(spec, ArrayJob):
             return not isinstance(made, Infeasible)
-        history = self._out.history
-        measured = measured_bytes(sweep, stands_of(sweep, history), parting(stand.trial), history)
+        measured = measured_bytes(sweep, parting(stand.trial), self._out.history)
         return array_bytes(spec, measured) <= roomiest.profile.memory_bytes
 
     def _end(self, sweep: JobHistory, course: SweepCourse, *, now: float) -> None:
