@@ -280,7 +280,8 @@ class AsyncClient:
         require_unused("out", out)  # not only after the download
         status = await self.job(job).status()
         chosen = _trial_of(status, trial)
-        array, row = (job, 0) if chosen is None else (chosen.array or job, chosen.row)
+        saved = None if chosen is None else chosen.saved
+        array, row = (job, 0) if saved is None else (saved.array, saved.row)
         request = checkpoint_pb2.ManifestRequest(job=array, version=version)
         manifest = codec.MANIFEST_REPLY.decode(
             await self._connection.call(lambda at: at.checkpoint.Manifest, request)
@@ -331,6 +332,10 @@ def _trial_of(status: JobStatus, trial: int | Literal["best"] | None) -> TrialSt
         raise UserError("trial", trial, hint)
     if found.array is None:
         raise UserError("trial", trial, f"has not begun: {found.reason}")
+    if found.saved is None:
+        raise UserError(
+            "trial", trial, f"has no checkpoint yet: the first round of {found.array} ends with one"
+        )
     return found
 
 

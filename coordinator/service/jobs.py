@@ -25,7 +25,6 @@ from skein.protocol.coordinator.coordinator_io import (
     SubmitAsked,
 )
 from skein.protocol.coordinator.lifecycle import beginning, check_resumable
-from skein.protocol.log.history import History
 from skein.protocol.log.records import Incident, JobSubmitted
 from skein.protocol.messages.directives import Beginning
 from skein.storage.places import Places
@@ -178,7 +177,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         self, request: jobs_pb2.ListIncidentsRequest, context: Context
     ) -> jobs_pb2.ListIncidentsReply:
         check_request(request)
-        found = incidents_of(self._machine.view.history, self._known(request.job, context))
+        found = self._machine.view.history.jobs[self._known(request.job, context)].incidents
         until = request.since + min(request.limit or MAX_INCIDENTS, MAX_INCIDENTS)
         page = _page(found[request.since : until])
         reply = jobs_pb2.ListIncidentsReply(incidents=page, num_incidents=len(found))
@@ -246,15 +245,6 @@ def _with(status: JobStatus, trouble: str) -> JobStatus:
     if not trouble:
         return status
     return replace(status, reason=f"{status.reason}; {trouble}" if status.reason else trouble)
-
-
-def incidents_of(history: History, job: JobId) -> Sequence[Incident]:
-    """Incidents of a job, or of all arrays of a sweep, in the order in which they were recorded."""
-    arrays = history.jobs[job].arrays
-    if not arrays:
-        return history.jobs[job].incidents
-    found = [incident for array in arrays for incident in history.jobs[array].incidents]
-    return sorted(found, key=lambda incident: incident.wall_s + incident.seconds)
 
 
 def _page(incidents: Sequence[Incident]) -> list[log_pb2.Incident]:

@@ -12,14 +12,15 @@ from math import fsum
 from coordinator.records.journal import Journal
 from coordinator.telling.choices import choice_of_row, choice_status
 from skein.config.job import ArrayJob
+from skein.config.sweep.rows import RowOrigin
 from skein.config.sweep.trials import Settings
 from skein.protocol.coordinator.sweeping.deciding import course_of
 from skein.protocol.coordinator.sweeping.standing import TrialStand, best_trial
 from skein.protocol.coordinator.sweeping.totals import SweepTotals, totals_of
 from skein.protocol.coordinator.view import CoordinatorView
 from skein.protocol.log.history import JobHistory
-from skein.types import JobId, JobState
-from skein.wire.views import JobStatus, TrialStatus
+from skein.types import JobId, JobState, Step
+from skein.wire.views import JobStatus, SavedRow, TrialStatus
 
 _MOST_CHARACTERS = 1 << 20
 """Characters of the settings of all trials together, and four times those of their reasons, which may take four bytes
@@ -56,8 +57,6 @@ def brief_sweep_status(
         tokens_per_s=fsum(journal.rates(run.job.job).tokens_per_s for run in view.arrays_of(status.job)),
         step_s=_step_s(view, journal, status.job),
         num_workers=len(view.crew_of(status.job)),
-        num_incidents=sum(len(array.incidents) for array in arrays),
-        num_steps_lost=sum(x.num_steps_lost for array in arrays for x in array.incidents),
     )
 
 
@@ -120,16 +119,21 @@ def _in_array(
     is_row = isinstance(array.spec, ArrayJob)
     last = array.last_commit if is_row else None
     made = None if last is None else last.array
+    origin = stand.origin
     return replace(
         status,
         workers=view.crew_of(array.job),
         array=array.job,
         row=stand.row,
-        checkpoint_version=stand.checkpoint,
+        saved=None if origin is None else _saved(origin),
         pass_kind=None if made is None else made.pass_kind,
         speedup=None if made is None else made.speedup,
         choice=choice_of_row(array, stand.row) if is_row else choice_status(array),
     )
+
+
+def _saved(origin: RowOrigin) -> SavedRow:
+    return SavedRow(array=JobId(origin.job), version=Step(origin.version), row=origin.row)
 
 
 def _state(view: CoordinatorView, stand: TrialStand, ended: str) -> tuple[JobState, str]:

@@ -138,6 +138,15 @@ class ChoiceStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRow:
+    """Where a trial was saved last: row of an array's newest complete checkpoint."""
+
+    array: JobId
+    version: Step
+    row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialStatus:
     """A trial of a sweep now: `num_steps` of `num_steps_wanted` are made; losses are nats, of the newest step."""
 
@@ -154,8 +163,6 @@ class TrialStatus:
     array: JobId | None = None
     """Array that it is in, or was in last; None before it has begun."""
     row: int = 0
-    checkpoint_version: Step | None = None
-    """Version of the array's newest complete checkpoint."""
     pass_kind: PassKind | None = None
     """Way of the array's rows through their models; None for a trial alone."""
     speedup: float | None = None
@@ -163,6 +170,8 @@ class TrialStatus:
     is_best: bool = False
     choice: ChoiceStatus | None = None
     """Rows that it draws by now, versions being its own steps; None: nothing was chosen for it along the run."""
+    saved: SavedRow | None = None
+    """Its state in its array's checkpoint, or in that of the array before until there is one; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,15 @@
 """Status of sweeps: alike in a list and alone, and never more than a message takes."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from pydantic import JsonValue
 
 from coordinator.records.journal import Journal
-from coordinator.service.jobs import incidents_of
 from coordinator.telling.status import brief_status, job_status
 from skein.config.data.sources import TextSource
+from skein.config.sweep.rows import RowOrigin
 from skein.config.sweep.spec import SweepSpec, ValuesSpec
 from skein.protocol.coordinator.coordinator import Coordinator
 from skein.protocol.coordinator.sweeping import totals
@@ -17,10 +18,13 @@ from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import JobEnded, JobResumed, JobSubmitted
 from skein.sim.scenario import make_world, with_arrays
 from skein.sim.world import World
-from skein.types import JobId, JobState
+from skein.types import JobId, JobState, Step
 from skein.wire import codec
 from skein.wire.channel import MAX_MESSAGE_BYTES
+from skein.wire.views import SavedRow
 from tests.coordinator.test_times import nothing_kept
+from tests.protocol.test_sweep_course import SPEC, begin, end
+from tests.support.desk import checkpoint
 from tests.support.incidents import incident
 from tests.support.jobs import small_job
 from tests.support.worlds import finish, fleet_of
@@ -73,18 +77,40 @@ def test_totals_of_a_sweep_at_rest_are_gone_over_once(monkeypatch: pytest.Monkey
     assert (look(), look()) == (5, 5)
 
 
-def test_incidents_of_a_sweep_are_those_of_its_arrays_in_order() -> None:
+def test_a_trial_in_an_array_that_has_no_checkpoint_is_saved_where_it_came_from() -> None:
+    coordinator = Coordinator()
+    history = coordinator.history
+    history.apply(JobSubmitted(job=SWEEP, key="k", spec=SPEC.canonical_json(), wall_s=0.0))
+    first = begin(history, (0, 1), 1)
+    history.apply(checkpoint(first, 1, num_stages=1))
+    end(history, first, {0: 0.1, 1: 0.2}, 1)
+    saved = SavedRow(array=first, version=Step(1), row=1)
+
+    second = begin(history, (1,), 2, {1: RowOrigin(job=first, version=1, row=1)})
+    found = job_status(coordinator.view, Journal(nothing_kept), SWEEP).trials
+    assert (found[1].array, found[1].row, found[1].saved) == (second, 0, saved)
+    assert (found[2].array, found[2].saved) == (None, None)
+
+    history.apply(checkpoint(second, 1, num_stages=1))
+    found = job_status(coordinator.view, Journal(nothing_kept), SWEEP).trials
+    assert found[1].saved == replace(saved, array=second, row=0)
+
+
+def test_incidents_of_a_sweep_are_those_of_its_arrays_as_they_were_recorded() -> None:
     coordinator = with_space({"seed": ValuesSpec(values=(1, 2))})
     alone = small_job(stages=1, replicas=1).canonical_json()
     history = coordinator.history
     for number in range(2):
         job = JobId(f"{SWEEP}-a{number + 1}")
         history.apply(JobSubmitted(job=job, key=job, spec=alone, wall_s=0.0, sweep=SWEEP, trials=(number,)))
-    over = [incident(f"{SWEEP}-a{1 + n % 2}", wall_s=float(n)) for n in range(4)]
-    for one in (over[1], over[0], over[2], over[3]):
+    # Whoever has read one page goes on after it, whatever a clock says of those that follow.
+    told = [incident(f"{SWEEP}-a{1 + n % 2}", wall_s=float(n)) for n in (1, 0, 2, 3)]
+    for one in told:
         history.apply(one)
-    assert list(incidents_of(history, SWEEP)) == over
-    assert list(incidents_of(history, JobId(f"{SWEEP}-a1"))) == [over[0], over[2]]
+    assert history.jobs[SWEEP].incidents == told
+    assert history.jobs[JobId(f"{SWEEP}-a1")].incidents == [told[1], told[2]]
+    status = job_status(coordinator.view, Journal(nothing_kept), SWEEP)
+    assert status.num_incidents == len(told)
 
 
 def test_a_list_tells_of_a_sweep_what_its_status_does_but_for_its_trials() -> None:

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from skein.config.sweep.arrays import array_job
-from skein.config.sweep.rows import ArrayRow, ArraySpec
+from skein.config.sweep.rows import ArrayRow, ArraySpec, RowOrigin
 from skein.config.sweep.spec import SweepSpec, ValuesSpec
 from skein.config.sweep.trials import trials_of
 from skein.plan.sweeping.hyperband import Advance
@@ -30,11 +31,19 @@ def begun() -> History:
     return history
 
 
-def begin(history: History, trials: tuple[int, ...], last_step: int) -> JobId:
-    """An array of these trials from their beginning."""
+def begin(
+    history: History,
+    trials: tuple[int, ...],
+    last_step: int,
+    origins: Mapping[int, RowOrigin] = MappingProxyType({}),
+) -> JobId:
+    """An array of these trials, from their beginning or from where they were saved after a step."""
     all_trials = trials_of(SPEC)
-    rows = tuple(ArrayRow(trial=x, optimizer=all_trials[x].job.optimizer, seed=0) for x in trials)
-    array = ArraySpec(rows=rows, last_step=last_step, schedule_steps=4)
+    rows = tuple(
+        ArrayRow(trial=x, optimizer=all_trials[x].job.optimizer, seed=0, origin=origins.get(x))
+        for x in trials
+    )
+    array = ArraySpec(rows=rows, first_step=min(1, len(origins)), last_step=last_step, schedule_steps=4)
     spec = array_job(all_trials[trials[0]].job, array, round_steps=last_step)
     job = JobId(f"{SWEEP}-a{len(history.jobs[SWEEP].arrays) + 1}")
     history.apply(

@@ -114,6 +114,7 @@ class JobHistory:
     quarantined: dict[WorkerId, records.Quarantined] = field(default_factory=dict)
     """Workers that get no more work of the job."""
     incidents: list[records.Incident] = field(default_factory=list)
+    """Incidents of it, or of all its arrays, as they were recorded."""
     learned: tuple[int, ...] = ()
     """Tokens that each walker has learned from since the last exchange, in the plan's order; of one walker, nothing."""
     begins: Beginning | None = None
@@ -392,6 +393,8 @@ class History:
                 job.outdated |= job.followers.difference(m.incarnation for m in job.members)
             case records.Incident():
                 job.incidents.append(record)
+                if job.sweep is not None:
+                    self.jobs[job.sweep].incidents.append(record)
             case records.DataCounted():
                 job.counted = record
             case records.Quarantined():

@@ -822,11 +822,11 @@ class TrialStatus(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     ARRAY_FIELD_NUMBER: _builtins.int
     ROW_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_VERSION_FIELD_NUMBER: _builtins.int
     PASS_KIND_FIELD_NUMBER: _builtins.int
     SPEEDUP_FIELD_NUMBER: _builtins.int
     IS_BEST_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    SAVED_FIELD_NUMBER: _builtins.int
     trial: _builtins.int
     settings: _builtins.str
     """JSON object: values by dotted key of the job."""
@@ -839,8 +839,6 @@ class TrialStatus(_message.Message):
     array: _builtins.str
     """Where it is, or was last; absent: it has not begun."""
     row: _builtins.int
-    checkpoint_version: _builtins.int
-    """Of the array."""
     pass_kind: _ids_pb2.PassKind.ValueType
     """Absent: it is alone."""
     speedup: _builtins.float
@@ -851,6 +849,10 @@ class TrialStatus(_message.Message):
     @_builtins.property
     def choice(self) -> Global___ChoiceStatus:
         """By the trial's own steps; absent: nothing was chosen along the run."""
+
+    @_builtins.property
+    def saved(self) -> Global___SavedRow:
+        """Absent: it was not yet."""
 
     def __init__(
         self,
@@ -866,20 +868,18 @@ class TrialStatus(_message.Message):
         workers: _abc.Iterable[_builtins.str] | None = ...,
         array: _builtins.str | None = ...,
         row: _builtins.int = ...,
-        checkpoint_version: _builtins.int | None = ...,
         pass_kind: _ids_pb2.PassKind.ValueType | None = ...,
         speedup: _builtins.float | None = ...,
         is_best: _builtins.bool = ...,
         choice: Global___ChoiceStatus | None = ...,
+        saved: Global___SavedRow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_pass_kind", b"_pass_kind", "_speedup", b"_speedup", "array", b"array", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "pass_kind", b"pass_kind", "speedup", b"speedup"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_choice", b"_choice", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_pass_kind", b"_pass_kind", "_saved", b"_saved", "_speedup", b"_speedup", "array", b"array", "choice", b"choice", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "pass_kind", b"pass_kind", "saved", b"saved", "speedup", b"speedup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_pass_kind", b"_pass_kind", "_speedup", b"_speedup", "array", b"array", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "evaluation_loss", b"evaluation_loss", "is_best", b"is_best", "loss", b"loss", "num_steps", b"num_steps", "num_steps_wanted", b"num_steps_wanted", "pass_kind", b"pass_kind", "reason", b"reason", "row", b"row", "settings", b"settings", "speedup", b"speedup", "state", b"state", "trial", b"trial", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_array", b"_array", "_choice", b"_choice", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "_pass_kind", b"_pass_kind", "_saved", b"_saved", "_speedup", b"_speedup", "array", b"array", "choice", b"choice", "evaluation_loss", b"evaluation_loss", "is_best", b"is_best", "loss", b"loss", "num_steps", b"num_steps", "num_steps_wanted", b"num_steps_wanted", "pass_kind", b"pass_kind", "reason", b"reason", "row", b"row", "saved", b"saved", "settings", b"settings", "speedup", b"speedup", "state", b"state", "trial", b"trial", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__array: _TypeAlias = _typing.Literal["array"]  # noqa: Y015
     _WhichOneofArgType__array: _TypeAlias = _typing.Literal["_array", b"_array"]  # noqa: Y015
-    _WhichOneofReturnType__checkpoint_version: _TypeAlias = _typing.Literal["checkpoint_version"]  # noqa: Y015
-    _WhichOneofArgType__checkpoint_version: _TypeAlias = _typing.Literal["_checkpoint_version", b"_checkpoint_version"]  # noqa: Y015
     _WhichOneofReturnType__choice: _TypeAlias = _typing.Literal["choice"]  # noqa: Y015
     _WhichOneofArgType__choice: _TypeAlias = _typing.Literal["_choice", b"_choice"]  # noqa: Y015
     _WhichOneofReturnType__evaluation_loss: _TypeAlias = _typing.Literal["evaluation_loss"]  # noqa: Y015
@@ -888,12 +888,12 @@ class TrialStatus(_message.Message):
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
     _WhichOneofReturnType__pass_kind: _TypeAlias = _typing.Literal["pass_kind"]  # noqa: Y015
     _WhichOneofArgType__pass_kind: _TypeAlias = _typing.Literal["_pass_kind", b"_pass_kind"]  # noqa: Y015
+    _WhichOneofReturnType__saved: _TypeAlias = _typing.Literal["saved"]  # noqa: Y015
+    _WhichOneofArgType__saved: _TypeAlias = _typing.Literal["_saved", b"_saved"]  # noqa: Y015
     _WhichOneofReturnType__speedup: _TypeAlias = _typing.Literal["speedup"]  # noqa: Y015
     _WhichOneofArgType__speedup: _TypeAlias = _typing.Literal["_speedup", b"_speedup"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__array) -> _WhichOneofReturnType__array | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_version) -> _WhichOneofReturnType__checkpoint_version | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__choice) -> _WhichOneofReturnType__choice | None: ...
     @_typing.overload
@@ -903,9 +903,38 @@ class TrialStatus(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pass_kind) -> _WhichOneofReturnType__pass_kind | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__saved) -> _WhichOneofReturnType__saved | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__speedup) -> _WhichOneofReturnType__speedup | None: ...
 
 Global___TrialStatus: _TypeAlias = TrialStatus  # noqa: Y015
+
+@_typing.final
+class SavedRow(_message.Message):
+    """Where a trial was saved last: in its array, or in the one that it came from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARRAY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    array: _builtins.str
+    version: _builtins.int
+    row: _builtins.int
+    def __init__(
+        self,
+        *,
+        array: _builtins.str = ...,
+        version: _builtins.int = ...,
+        row: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["array", b"array", "row", b"row", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SavedRow: _TypeAlias = SavedRow  # noqa: Y015
 
 @_typing.final
 class QuotaUse(_message.Message):

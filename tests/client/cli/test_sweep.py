@@ -10,7 +10,7 @@ from client.cli import run
 from client.cli.job.sweeping import SweepLines, follow_sweep
 from skein.protocol.messages.array_rounds import PassKind
 from skein.types import JobId, JobState, Step, WorkerId
-from skein.wire.views import ChoiceStatus, JobStatus, TrialStatus
+from skein.wire.views import ChoiceStatus, JobStatus, SavedRow, TrialStatus
 from tests.client.cli.said import Captured
 from tests.client.conftest import Scripted
 from tests.client.scripted import status
@@ -163,13 +163,21 @@ def test_a_sweep_has_no_curve_and_its_status_no_plan(coordinator: Scripted, caps
 def test_an_export_of_a_sweep_wants_a_trial_that_there_is(
     coordinator: Scripted, capsys: Captured, tmp_path: Path
 ) -> None:
-    coordinator.script.jobs["rates-1"] = replace(status("rates-1"), trials=(trial(0), trial(1)))
+    saved = SavedRow(array=JobId("rates-1-a1"), version=Step(3), row=2)
+    in_another = replace(trial(2), array=JobId("rates-1-a2"), saved=saved)
+    unsaved = replace(trial(3), array=JobId("rates-1-a3"))
+    trials = (trial(0), trial(1), in_another, unsaved)
+    coordinator.script.jobs["rates-1"] = replace(status("rates-1"), trials=trials)
     for options, said in (
         ([], "trial: none: rates-1 is a sweep: give a trial, or best"),
-        (["--trial", "2"], "trial: 2: give 0 to 1"),
+        (["--trial", "4"], "trial: 4: give 0 to 3"),
         (["--trial", "first"], "--trial: 'first': give the number of a trial"),
         (["--trial", "best"], "trial: 'best': no trial has a loss yet"),
         (["--trial", "1"], "trial: 1: has not begun"),
+        (["--trial", "3"], "trial: 3: has no checkpoint yet: the first round of rates-1-a3 ends with one"),
     ):
         assert run(["export", "rates-1", "--to", str(tmp_path / "out"), *options]) == 2
         assert said in capsys.readouterr().err
+    # This coordinator has no checkpoint at all, and says of which array it was asked.
+    assert run(["export", "rates-1", "--to", str(tmp_path / "out"), "--trial", "2"]) == 1
+    assert "checkpoint: 'rates-1-a1': it has none yet" in capsys.readouterr().err
