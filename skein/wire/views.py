@@ -139,7 +139,7 @@ class ChoiceStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRow:
-    """Where a trial was saved last: row of an array's newest complete checkpoint."""
+    """State of a trial as it was saved last: row of an array's newest complete checkpoint."""
 
     array: JobId
     version: Step
