@@ -42,6 +42,9 @@ NUM_MICROBATCHES = 8
 REL_LOSS = 1e-9
 BACK_GOAL_S = 15.0
 _POLL_S = 0.05
+_LOOK_S = 0.005
+_FULL = (": out of memory", "lost the other devices")
+"""What a device process that has run out says, or another one if it has no memory left to say it with."""
 _LITTLE_BYTES = 1 << 14
 _WAYS = {
     "kill": ("a device process is killed", 0.5),
@@ -79,15 +82,29 @@ class StruckCluster(Cluster):
         return device_processes(self.workers[name].pid)
 
     def strike(self, name: str, how: str) -> float:
-        """Have the device struck in the middle of the next backward; when that was, in Unix seconds."""
+        """Have the device struck in the middle of the next backward; when it was lost, in Unix seconds.
+
+        One without room for another tensor is lost once it asks for one, which may be some of an op later.
+        """
         done = self.directory / f"{name}.struck"
         done.unlink(missing_ok=True)
+        num_full = self._num_full(name)
         write_whole(self.directory / f"{name}.strike", how)
-        until_s = time.monotonic() + START_S
-        while not done.exists():
-            assert time.monotonic() < until_s, self.log_of(name)[-2000:]
-            time.sleep(_POLL_S)
+        if how == "fill":
+            self._until(name, lambda: self._num_full(name) > num_full)
+            return time.time()
+        self._until(name, done.exists)
         return float(done.read_text(encoding="utf-8"))
+
+    def _num_full(self, name: str) -> int:
+        told = self.log_of(name)
+        return sum(told.count(words) for words in _FULL)
+
+    def _until(self, name: str, is_so: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + START_S
+        while not is_so():
+            assert time.monotonic() < until_s, self.log_of(name)[-2000:]
+            time.sleep(_LOOK_S)
 
 
 @contextmanager
