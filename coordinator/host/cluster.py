@@ -28,6 +28,8 @@ from skein.wire.channel import split_address
 NAMESPACE = "skein"
 ANSWER_S = 60.0
 """Far above what an actor takes to start, or to start again, beside busy workers."""
+ASK_S = 5.0
+"""Seconds between two signs of life."""
 STOP_S = 10.0
 CONNECT_S = 5.0
 _SETTINGS_FRAME = 4
@@ -243,10 +245,10 @@ class HostActor:
         """The actor gives signs of life: one that Ray tries to make again and again would be waited for for ever."""
         done, _ = ray.wait([self._alive], timeout=0)
         now = time.monotonic()
-        if done:
+        if done and now - self._asked_s > ASK_S:
             ray.get(self._alive)
             self._alive, self._asked_s = self._actor.alive.remote(), now
-        elif now - self._asked_s > ANSWER_S:
+        elif not done and now - self._asked_s > ANSWER_S:
             hint = f"{ANSWER_S:.0f} s: it is frozen, or Ray cannot make it; Ray's own log says more"
             raise LocalError(f"the coordinator's actor has not answered for {hint}")
 

@@ -71,6 +71,24 @@ def test_what_is_no_socket_any_more_is_let_go_of() -> None:
         assert os.listdir("/proc/self/fd") == before
 
 
+def test_a_look_is_due_once_so_many_files_were_opened_that_there_may_be_too_many(
+    opened: tuple[Doorway, list[socket.socket], list[socket.socket]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorway, "PER_ADDRESS", 8)
+    at, theirs, ours = opened
+    for their, our in zip(theirs[:3], ours[:3], strict=True):
+        their.sendall(b"x" * CALLED_BYTES)
+        assert our.recv(CALLED_BYTES, socket.MSG_WAITALL)
+    assert at.look() == 0
+    num_files = len(os.listdir("/proc/self/fd"))
+    # Two have not called: six more may come, and one beyond that.
+    assert [at.may_have_too_many(num_files + more) for more in (0, 6, 8)] == [False, False, True]
+
+    monkeypatch.setattr(doorway, "PER_ADDRESS", 1)
+    assert at.look() == 1
+    assert [at.may_have_too_many(num_files - 1 + more) for more in (0, 2)] == [False, True]
+
+
 def test_other_ports_are_nobodys_business(
     opened: tuple[Doorway, list[socket.socket], list[socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,10 @@
 gRPC takes connections itself and says nothing of them, so this asks the system which of this process's connections
 belong to a port, whose they are, and how much has come on them. The oldest of an address go first: a caller that means
 it says what it wants within a round trip.
+
+Asking takes the system some milliseconds, for it goes through the connections of all processes. So this counts its own
+files, and asks once so many were opened that there may be too many connections; and now and then, for files that were
+closed make room for others.
 """
 
 import asyncio
@@ -19,6 +23,9 @@ from skein.wire.serving.hosts import counted_as
 
 PER_ADDRESS = 64
 PERIOD_S = 0.25
+_NUM_PERIODS = 20
+"""Periods after which a look is due, though hardly a file was opened."""
+_FILES = "/proc/self/fd"
 GREETED_BYTES = 33
 """Bytes of the HTTP/2 preface and the shortest settings."""
 CALLED_BYTES = 128
@@ -41,18 +48,28 @@ class Doorway:
         self._least_bytes = least_bytes
         self._since: dict[int, int] = {}
         """Look at which each connection was first there, by inode; inodes of several processors tell no order."""
+        self._most_files = PER_ADDRESS
+        """Files of this process with which no address can have too many connections, as of the last look."""
 
     async def keep(self) -> NoReturn:
-        """Look now and then, for ever."""
+        """Look where there may be too many, for ever."""
+        period = 0
         while True:
             await asyncio.sleep(PERIOD_S)
+            period = (period + 1) % _NUM_PERIODS
             with suppress(OSError):
-                if len(os.listdir("/proc/self/fd")) > PER_ADDRESS:
+                num_files = len(os.listdir(_FILES))
+                if self.may_have_too_many(num_files) or (num_files > PER_ADDRESS and not period):
                     await asyncio.to_thread(self.look)
+
+    def may_have_too_many(self, num_files: int) -> bool:
+        """Whether an address may have too many connections without a call, of so many files; if none was closed."""
+        return num_files > self._most_files
 
     def look(self) -> int:
         """Ends connections beyond what one address may have without a call; how many."""
         silent: dict[str, list[tuple[int, int, int]]] = {}
+        num_files = len(os.listdir(_FILES))
         host_by_inode = dict(_connections(self._port))
         now = max(self._since.values(), default=0) + 1
         self._since = {inode: self._since.get(inode, now) for inode in host_by_inode}
@@ -63,6 +80,8 @@ class Doorway:
         beyond = [x for found in silent.values() for x in sorted(found)[: max(0, len(found) - PER_ADDRESS)]]
         for _, inode, descriptor in beyond:
             _end(descriptor, inode)
+        most_silent = max(map(len, silent.values()), default=0)
+        self._most_files = num_files - len(beyond) + max(0, PER_ADDRESS - most_silent)
         return len(beyond)
 
 
@@ -91,9 +110,9 @@ def _host(text: str) -> str:
 
 def _sockets(wanted: Mapping[int, str]) -> Iterator[tuple[int, int]]:
     """Descriptor and inode of this process's sockets among those."""
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir(_FILES):
         with suppress(OSError, ValueError):
-            kind, _, number = os.readlink(f"/proc/self/fd/{name}").partition(":")
+            kind, _, number = os.readlink(f"{_FILES}/{name}").partition(":")
             inode = int(number.strip("[]")) if kind == "socket" else 0
             if inode in wanted:
                 yield int(name), inode
