@@ -123,7 +123,8 @@ def test_an_actor_that_takes_long_to_serve_and_lives_is_waited_for(fake: FakeRay
     for _ in range(1000):
         assert host.listens(0.5) is None
     actor.serves = SERVES
-    assert actor.num_asked > 500
+    # In 500 s, by waits of half a second.
+    assert 80 < actor.num_asked < 100
 
 
 def test_a_cluster_whose_folder_is_gone_hides_no_reason(fake: FakeRay) -> None:
