@@ -54,7 +54,7 @@ def test_a_range_says_in_words_what_would_be_right(field: str) -> None:
 def test_a_loss_on_its_way_to_infinity_is_honest(message: str) -> None:
     row = range_of(*message.split("."))
     assert row is not None
-    for loss in (1e31, 3.4e38, 1e200, inf, nan):
+    for loss in (1e31, 3.4e38, 1e200, 1.1e300, 1.79e308, inf, nan):
         row.check(message, loss)
 
 
@@ -63,7 +63,7 @@ def _wrong(row: Range, field: FieldDescriptor) -> list[float | int]:
     if field.cpp_type != FieldDescriptor.CPPTYPE_DOUBLE:
         most = 2**64 - 1 if field.cpp_type == FieldDescriptor.CPPTYPE_UINT64 else 2**32 - 1
         return [int(row.most) + 1] if row.most < most else []
-    return [x for x in (nan, inf, -inf, -1e31, 1e301) if not row.least <= x <= row.most and not (
+    return [x for x in (nan, inf, -inf, -1e31, -1e301, 1e301) if not row.least <= x <= row.most and not (
         row.may_be_not_finite and not isfinite(x)
     )]  # fmt: skip
 

@@ -8,6 +8,7 @@ Rules of this file
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -62,7 +63,9 @@ FACTOR = Range(least=-1e30, most=1e30, hint="a finite factor, from -1e30 to 1e30
 SKETCH = Range(least=-1e300, most=1e300, hint="a number within 1e300, or not finite", may_be_not_finite=True)
 LEARNING_RATE = Range(least=0.0, most=1e9, hint="a learning rate, from 0 to 1e9")
 # What diverges goes through all that a float holds before it is not finite, and its worker does nothing wrong.
-LOSS = Range(least=-1e300, most=1e300, hint="nats, within 1e300 or not finite", may_be_not_finite=True)
+LOSS = Range(
+    least=-1e300, most=sys.float_info.max, hint="nats, from -1e300 on, or not finite", may_be_not_finite=True
+)
 NORM = Range(least=0.0, most=1.7e308, hint="a norm of at least 0, or not finite", may_be_not_finite=True)
 
 _FIELDS = {
