@@ -126,6 +126,13 @@ def test_what_a_trial_may_not_be_is_refused_with_trial_key_and_value(text: str, 
     assert error in str(refused.value)
 
 
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_a_sweep_whose_gradients_are_to_be_rounded_is_told_what_to_leave_away(wire: str) -> None:
+    job = RATES.replace("sweep:", f"aggregation: {{rule: all_reduce, wire: {wire}}}\nsweep:")
+    with pytest.raises(UserError, match="all_reduce, with wire: fp32 and without robust"):
+        check_admissible(sweep("space: {seed: [1, 2]}", job=job))
+
+
 def test_trials_that_would_not_fit_into_the_run_log_are_refused() -> None:
     sources = ", ".join(f"{{format: text, path: /{'x' * 900}/{number}}}" for number in range(60))
     job = sweep(

@@ -99,7 +99,8 @@ def _mistakes(job: JobSpec) -> Iterator[UserError]:
         cut = "chunks, layout and vocabulary.split as they are by default"
         yield UserError("parallel", Words("more than one stage"), f"{_ONE_WORKER} {cut}")
     if not job.aggregation.is_additive:
-        yield UserError("aggregation.rule", job.aggregation.rule, f"{_ONE_WORKER} all_reduce")
+        hint = f"{_ONE_WORKER} all_reduce, with wire: fp32 and without robust, or leave aggregation away"
+        yield UserError("aggregation.rule", job.aggregation.rule, hint)
     if job.budget.hours is not None:
         hint = "trials are compared after equal steps: leave it away, and give steps, tokens or epochs"
         yield UserError("budget.hours", job.budget.hours, hint)
