@@ -3,8 +3,9 @@
 What runs is measured, never assumed: fused rows win where operators are small, and lose where one row fills the device.
 """
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -12,14 +13,19 @@ import torch
 
 from skein.numeric.rows import RowBuffer
 from skein.protocol.messages.array_rounds import PassKind
+from skein.types import Precision
 from skein.units import format_bytes
 from worker.model.base import Stage
 from worker.sweep.memory import RowMemory, measured_memory
 from worker.sweep.passes import Pass, RowBatch, make_pass
 
+_log = logging.getLogger(__name__)
+
 MIN_SPEEDUP = 1.10
 """Times that the loop must take what another pass takes: below that fusing is not worth its memory."""
 _NUM_WARM, _NUM_TIMED = 2, 5
+_MOST_OFF: Mapping[Precision, float] = {Precision.FP64: 1e-9, Precision.FP32: 1e-3, Precision.BF16: 0.1}
+"""Share of its norm by which a mapped gradient may be another: more than sums in another order are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +62,7 @@ def choose_pass(
     """
     looped = make_pass(PassKind.LOOPED, stage, rows)
     assert looped is not None, "any model goes in turn"
-    other, why_not = _other(stage, rows, batch)
+    other, why_not = _other(stage, rows, batch, looped)
     in_turn = measured_memory(PassKind.LOOPED, stage, rows, batch)
     if other is None:
         return PassChoice(kind=PassKind.LOOPED, speedup=1.0, words=why_not, memory=in_turn)
@@ -75,8 +81,9 @@ def choose_pass(
     return PassChoice(kind=kind, speedup=speedup, words=took, memory=memory)
 
 
-_Key = tuple[str, tuple[int, ...], str, float]
-"""Model and precision, shape of the inputs of all rows, device, least ratio."""
+_Key = tuple[str, tuple[int, ...], bool, int, str, float]
+"""Model and precision, shape of the inputs of all rows, whether samples weigh, state tensors of a row, device, least
+ratio."""
 
 
 class PassChoices:
@@ -92,16 +99,23 @@ class PassChoices:
     def of(self, stage: Stage, rows: RowBuffer, batch: RowBatch, *, min_speedup: float) -> PassChoice:
         """The choice for so many rows at this batch, measured if it was not before."""
         model = f"{stage.spec.model_dump_json()} {stage.precision}"
-        key = model, tuple(batch.inputs.shape), str(rows.params.device), min_speedup
+        shape, weighs, num_slots = tuple(batch.inputs.shape), batch.weights is not None, len(rows.state)
+        key = model, shape, weighs, num_slots, str(rows.params.device), min_speedup
         if key not in self._known:
-            self._known[key] = choose_pass(
-                stage, rows, batch, min_speedup=min_speedup, memory_bytes=self._memory_bytes
-            )
+            found = choose_pass(stage, rows, batch, min_speedup=min_speedup, memory_bytes=self._memory_bytes)
+            _log.info("rows=%d pass=%s speedup=%.2f: %s", len(rows), found.kind, found.speedup, found.words)
+            self._known[key] = found
         return self._known[key]
 
 
-def _other(stage: Stage, rows: RowBuffer, batch: RowBatch) -> tuple[tuple[PassKind, Pass] | None, str]:
-    """The first way beside the loop that this model has; or why it has none."""
+def _other(
+    stage: Stage, rows: RowBuffer, batch: RowBatch, looped: Pass
+) -> tuple[tuple[PassKind, Pass] | None, str]:
+    """The first way beside the loop that this model has; or why it has none.
+
+    What torch maps, of modules that are not written out here, has to come to what they come to in turn: some of its
+    rules are silently others, as that of an embedding with padding is.
+    """
     fused = make_pass(PassKind.FUSED, stage, rows)
     if fused is not None:
         return (PassKind.FUSED, fused), ""
@@ -111,7 +125,26 @@ def _other(stage: Stage, rows: RowBuffer, batch: RowBatch) -> tuple[tuple[PassKi
         mapped.run(*batch)
     except RuntimeError as error:
         return None, f"a {type(stage).__name__} cannot be mapped: {str(error).splitlines()[0]}"
+    off = _difference(mapped, looped, batch)
+    if off > _MOST_OFF[stage.precision]:
+        return (
+            None,
+            f"a {type(stage).__name__} that is mapped has other gradients, by {off:.2g} of their norm",
+        )
     return (PassKind.VMAPPED, mapped), ""
+
+
+def _difference(one: Pass, other: Pass, batch: RowBatch) -> float:
+    """Most that a row's gradient by one pass is off from that by another, as a share of its norm.
+
+    Rows without finite gradients are left out.
+    """
+    for made in (one, other):
+        made.clear()
+        made.run(*batch)
+    off, norm = ((x.to(torch.float64)).norm(dim=1) for x in (one.grads - other.grads, other.grads))
+    shares = torch.where(norm > 0, off / norm, off)[norm.isfinite()]
+    return float(shares.nan_to_num(nan=torch.inf).max()) if len(shares) else 0.0
 
 
 def _seconds(
