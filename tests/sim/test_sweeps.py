@@ -13,6 +13,7 @@ from skein.protocol.coordinator.coordinator_io import (
     CoordinatorEvent,
     PauseAsked,
     ResumeAsked,
+    SubmitAsked,
 )
 from skein.protocol.coordinator.sweeping.standing import stands_of
 from skein.protocol.log.history import History
@@ -79,6 +80,29 @@ def test_trials_that_may_be_rows_are_shared_out_among_all_workers() -> None:
     check(world)
     arrays = [x for x in of_kind(world.log, JobSubmitted) if x.sweep == SWEEP]
     assert [array.trials for array in arrays] == [(0, 1), (2, 3, 4)]
+
+
+def test_rows_of_two_submitters_are_never_in_one_array_nor_at_one_worker_at_once() -> None:
+    world = make_world(sweep("auto"), fleet_of(2), seed=0, new_world=with_arrays(World))
+    world.tell(SubmitAsked(key="theirs", spec=sweep("auto"), namespace="theirs"))
+    sweeps = (SWEEP, JobId("small-2"))
+    run_until(world, lambda world: all(job in history_of(world).jobs for job in sweeps))
+    shared = 0
+    while any(history_of(world).jobs[job].end is None for job in sweeps):
+        assert world.clock.step()
+        assert world.coordinator is not None
+        crews = [world.coordinator.view.crew_of(job) for job in sweeps]
+        assert not set(crews[0]) & set(crews[1])
+        shared += all(crews)
+    assert shared
+    finish(world, about="two submitters")
+    arrays = [x for x in of_kind(world.log, JobSubmitted) if x.sweep]
+    for job in sweeps:
+        own = [array for array in arrays if array.sweep == job]
+        assert sorted(trial for array in own for trial in array.trials) == [0, 1, 2, 3, 4]
+        assert {array.namespace for array in own} == {
+            of_kind(world.log, JobSubmitted)[sweeps.index(job)].namespace
+        }
 
 
 @pytest.mark.parametrize(

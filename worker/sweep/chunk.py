@@ -179,11 +179,16 @@ class ArrayChunk(Chunk):
         self._round = None
 
     def apply(self, record: StepRecord, result_by_group: Mapping[GroupId, Tensor]) -> None:
-        """Have the copy be the rows."""
+        """Have the copy be the rows.
+
+        Raises:
+            LocalError: there is none: rows would be told to be further than they are.
+        """
         done, self._round = self._round, None
-        if done is not None:
-            self.held.put(done.places, done.array.rows, done.numbers)
-            self._settle()
+        if done is None:
+            raise LocalError(f"round {record.step} is committed, and nothing of it is here")
+        self.held.put(done.places, done.array.rows, done.numbers)
+        self._settle()
         self.version = Step(record.step + 1)
 
     # --- state, as it travels and is saved ---

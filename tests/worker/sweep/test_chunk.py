@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from skein.config.data.coreset import CoresetSpec
 from skein.config.job import ArrayJob, BatchSpec
@@ -16,7 +17,8 @@ from skein.config.optimizer import AdamWSpec
 from skein.config.sweep.arrays import array_job
 from skein.config.sweep.rows import ArraySpec
 from skein.errors import LocalError, UnfitError
-from skein.numeric.gradients import digest
+from skein.numeric.compress.compressors import compressor_of
+from skein.numeric.gradients import digest, flatten
 from skein.plan.plan import Group, Path, Schedule
 from skein.protocol.log.records import walker_prefix
 from skein.protocol.messages.array_rounds import PARAMETERS_NOT_FINITE, ArrayRound, PassKind
@@ -27,7 +29,7 @@ from skein.protocol.worker.ops import ApplyOp, Joined, JoinOp, Loss, LossOp
 from skein.types import ChunkRef, JobId, MicrobatchId, Own, Precision, StageIndex, StageSpec, Step, WorkerId
 from tests.support.hands import record
 from tests.worker.lab import ATTEMPT, CPU
-from tests.worker.sweep.trials import array_of, trial
+from tests.worker.sweep.trials import NUM_STEPS, array_of, trial
 from worker.compute.batches import BatchReader
 from worker.compute.holding import Holding
 from worker.compute.ops import Compute
@@ -120,6 +122,51 @@ def test_a_row_that_diverges_is_retired_where_its_round_began_and_no_other_hears
         assert float(difference.abs().max()) < 1e-12
 
 
+def test_changes_of_rows_are_rounded_to_int8_as_those_of_a_lone_row() -> None:
+    int8 = compressor_of("int8")
+
+    def rounded(job: ArrayJob, row: int) -> Tensor:
+        """A row's change over three rounds, as it would travel in the blocks of a vector of its own."""
+        held = Held(job)
+        before = flatten(held.chunk.held.params_of(row))
+        for _ in range(3):
+            held.round()
+        change = flatten(held.chunk.held.params_of(row)) - before
+        return int8.decode(int8.encode(change), change.numel(), change.dtype)
+
+    for row in (0, 1, 3):
+        told, alone = rounded(wild(2), row), rounded(array_of(row), 0)
+        assert told.abs().max() > 1e-3
+        assert float((told - alone).abs().max()) <= 1e-12
+    assert not rounded(wild(2), 2).any()
+
+
+@pytest.mark.parametrize("packing", [((0, 1), (2, 3)), ((3, 0, 1), (2,))], ids=str)
+def test_rows_whose_round_is_lost_in_its_midst_go_on_in_any_packing(
+    packing: tuple[tuple[int, ...], ...],
+) -> None:
+    calm, killed = Held(array_of(0, 1, 2, 3)), Held(array_of(0, 1, 2, 3))
+    killed.round()
+    saved = {row: killed.chunk.held.state_of(row) for row in range(4)}
+    saved = {row: {name: x.clone() for name, x in state.items()} for row, state in saved.items()}
+    killed.local_steps(0, 1)
+    del killed
+    for _ in range(5):
+        calm.round()
+    for rows in packing:
+        part = Held(array_of(*rows, first_step=4))
+        for place, row in enumerate(rows):
+            part.chunk.load_row(place, saved[row])
+        for _ in range(4):
+            made = part.round()
+        assert [x.num_updates for x in made.rows] == [NUM_STEPS] * len(rows)
+        for place, row in enumerate(rows):
+            for name, tensor in calm.chunk.held.state_of(row).items():
+                # A batch of one product may sum in another order than a batch of several.
+                found = part.chunk.held.state_of(place)[name]
+                assert torch.allclose(found, tensor, rtol=1e-12, atol=1e-12), (row, name)
+
+
 def test_what_the_last_update_of_a_round_spoils_is_never_a_row() -> None:
     held = Held(wild(1, round_steps=1, precision=Precision.FP32))
     made = held.round()
@@ -153,6 +200,15 @@ def test_a_round_that_is_begun_anew_comes_to_the_same_to_the_bit() -> None:
     assert fenced.chunk.held.buffer.num_updates == [0, 0]
     fenced.local_steps(2, 3)
     assert torch.equal(fenced.chunk.accumulator(GROUP), calm.chunk.accumulator(GROUP))
+
+
+def test_a_commit_of_a_round_that_was_given_up_is_refused() -> None:
+    held = Held(array_of(0, 1))
+    held.local_steps(0, 1, 2, 3)
+    held.chunk.lay_out((), WorkerId("w"))
+    with pytest.raises(LocalError, match="round 0 is committed, and nothing of it is here"):
+        held.chunk.apply(record(0), {})
+    assert (held.chunk.version, held.chunk.held.buffer.num_updates) == (0, [0, 0])
 
 
 class Files(LabelledSamples):
