@@ -44,7 +44,6 @@ from worker.model.base import parameter_dtype
 from worker.model.stage import Stage
 from worker.sweep.array import RowArray, RowSettings
 from worker.sweep.choosing import MIN_SPEEDUP, choose_pass
-from worker.sweep.passes import RowBatch
 
 EQUAL_LOSS, EQUAL_PARAMETER, HEALTHY_LOSS = 1e-10, 1e-7, 1e-12
 """Most that may differ in float64: losses and parameters beside separate runs, losses beside a row that blew up."""
@@ -77,10 +76,10 @@ def furthest(
     alone = {row: Separate(stages[row], settings[row]) for row in rows}
     loss = 0.0
     for step in range(num_steps):
-        inputs, labels, _ = together(case, seeds, step, dtype)
-        found = array.step([RowBatch(inputs, labels)])
+        batch = together(case, seeds, step, dtype)
+        found = array.step([batch])
         for row, run in alone.items():
-            loss = max(loss, abs(found[row].loss - run.step(inputs[row], labels[row])))
+            loss = max(loss, abs(found[row].loss - run.step(batch.inputs[row], batch.labels[row])))
     distances = [run.distance(array.rows.walker(row)) for row, run in alone.items()]
     return Furthest(loss=loss, parameter=max(distances))
 

@@ -120,6 +120,11 @@ class AnyModel(Spec):
         return 1
 
     @property
+    def has_dropout(self) -> bool:
+        """Whether numbers between its layers are dropped in training, by draws of each sample's own."""
+        return False
+
+    @property
     def is_spread(self) -> bool:
         """Whether the experts of a block shall be on several devices of a worker."""
         return False

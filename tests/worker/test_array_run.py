@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
 import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from skein.config.job import ArrayJob
+from skein.config.job import ArrayJob, BatchSpec, JobSpec
 from skein.config.schedule import learning_rate
 from skein.config.sweep.rows import RowOrigin
+from skein.model.families.mlp import MlpModel
 from skein.protocol.log.records import (
     CheckpointCommitted,
     Evaluated,
@@ -29,17 +31,16 @@ from tests.worker.sweep.trials import NUM_STEPS, array_of, trial
 from worker.compute.state import STEP
 
 
-def alone(row: int, num_steps: int = NUM_STEPS) -> dict[str, Tensor]:
+def alone(job: JobSpec, num_steps: int = NUM_STEPS) -> dict[str, Tensor]:
     """Parameters of a trial's own job after so many steps, by the code of any job."""
-    job = trial(row)
     lab = Lab(job)
-    ((path, group),) = zip(lab.arrangement.paths, lab.arrangement.groups, strict=True)
+    paths, (group,) = lab.arrangement.paths, lab.arrangement.groups
     for step in map(Step, range(num_steps)):
-        losses = [lab.microbatch(step, 0, path, Phase.TRAIN)]
+        losses = [lab.microbatch(step, m, path, Phase.TRAIN) for m, path in enumerate(paths)]
         joined = {group.group: lab.reduce(step, group)}
         record = decide(job, step, losses, joined, lab.arrangement, Decision.APPLY)
         rate = learning_rate(job.optimizer, step, NUM_STEPS)
-        lab.run(path.hops[0].worker, ApplyOp(record=replace(record, learning_rate=rate)))
+        lab.run(paths[0].hops[0].worker, ApplyOp(record=replace(record, learning_rate=rate)))
     params = {name: x.clone() for name, x in lab.chunk(0).walker.params.items()}
     lab.close()
     return params
@@ -78,6 +79,20 @@ def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         assert torch.allclose(found[name], tensor, rtol=1e-12, atol=1e-12), name
 
 
+@pytest.mark.parametrize("fuse", ["always", "never"])
+async def test_rows_drop_what_each_trials_own_job_drops_though_a_worker_dies(fuse: str) -> None:
+    changes: dict[str, object] = {"model": MlpModel(family="mlp", widths=(16, 12), dropout=0.4)}
+    rows, disk = array_of(0, 1, 2).model_copy(update=changes), Disk()
+    here = await run(
+        disk, rows.model_copy(update={"array": rows.array.model_copy(update={"fuse": fuse})}), deaths=1
+    )
+    newest = here.all(CheckpointCommitted)[-1]
+    # Samples draw for themselves, whatever microbatches they go in.
+    changes |= {"batch": BatchSpec(samples=16, microbatch_samples=4)}
+    for row in range(3):
+        assert_near(saved(disk, newest, row), alone(trial(row).model_copy(update=changes)))
+
+
 def last_numbers(here: Cluster) -> tuple[RowNumbers, ...]:
     return here.steps[-1].rows
 
@@ -92,7 +107,7 @@ async def test_rows_of_an_array_train_as_each_trials_own_job_though_workers_die(
     for row in range(4):
         found = saved(disk, newest, row)
         assert int(found[STEP]) == NUM_STEPS
-        assert_near(found, alone(row))
+        assert_near(found, alone(trial(row)))
     scored = here.all(Evaluated)[-1]
     assert len(scored.rows) == 4
     assert len({score.mean for score in scored.rows}) == 4
@@ -114,7 +129,7 @@ async def test_rows_go_on_in_other_packings_and_alone() -> None:
                 assert await here.finished() is JobState.FINISHED
         newest = here.all(CheckpointCommitted)[-1]
         for place, row in enumerate(rows):
-            assert_near(saved(disk, newest, place), alone(row))
+            assert_near(saved(disk, newest, place), alone(trial(row)))
 
 
 async def test_rows_move_to_another_worker_with_all_that_they_are() -> None:
@@ -131,4 +146,4 @@ async def test_rows_move_to_another_worker_with_all_that_they_are() -> None:
     assert here.all(RolledBack) == []
     newest = here.all(CheckpointCommitted)[-1]
     for row in range(3):
-        assert_near(saved(disk, newest, row), alone(row))
+        assert_near(saved(disk, newest, row), alone(trial(row)))

@@ -80,7 +80,7 @@ class VisitAsk(Spec):
 
     What the way back needs is kept under `ticket`; None: nothing is. `follows`: the input gets a gradient. `num_valid`:
     tokens of the microbatch that have a label, for experts; None: outside of training. `num_tokens`: of a sequence,
-    without what pads it. `luck`: seed of noise on scores; None: there is none. `pieces`: those in which rows go to
+    without what pads it. `luck`: seed of what is drawn; None: nothing is. `pieces`: those in which rows go to
     experts, and their gradients on the way back.
     """
 

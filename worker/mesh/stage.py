@@ -159,7 +159,8 @@ class MeshStage:
         boundary = BoundaryCut(self.form, *given.hidden.shape[:2])
         num_tokens = given.hidden.shape[:2].numel()
         ticket = _Ticket(self, self._mesh, boundary, num_tokens) if torch.is_grad_enabled() else None
-        microbatch = self.junction.microbatch
+        microbatch, luck = self.junction.microbatch, self.junction.luck
+        assert not isinstance(luck, Tensor), "rows of an array are on one device"
         self._piecing.time_sums(chunk, num_tokens)
         pieces = self._piecing.pieces(chunk, num_tokens)
         sent |= tensor_if_any(CHOICES, None if microbatch is None else microbatch.told)
@@ -170,7 +171,7 @@ class MeshStage:
             scores=scores,
             num_valid=None if microbatch is None else microbatch.num_valid,
             num_tokens=given.hidden.shape[1],
-            luck=None if microbatch is None else microbatch.luck,
+            luck=luck,
             pieces=pieces,
         )
         answers = self._mesh.ask_each([(asked, part) for part in boundary.cut(sent)])

@@ -15,14 +15,15 @@ from worker.model.base import Stage, empty_parameter, parameter_dtype
 
 
 class Convolution(nn.Module):
-    """3 x 3, the size of the image kept, no bias."""
+    """3 x 3, the size of the image kept, no bias; groups of channels are kept apart."""
 
-    def __init__(self, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
+    def __init__(self, num_inputs: int, num_outputs: int, dtype: torch.dtype, *, groups: int = 1) -> None:
         super().__init__()
-        self.weight = empty_parameter(num_outputs, num_inputs, 3, 3, dtype=dtype)
+        self.groups = groups
+        self.weight = empty_parameter(num_outputs, num_inputs // groups, 3, 3, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.conv2d(x, self.weight, padding=1)
+        return functional.conv2d(x, self.weight, padding=1, groups=self.groups)
 
 
 class RectifiedNorm(nn.Module):
@@ -40,10 +41,10 @@ class RectifiedNorm(nn.Module):
 class ConvolutionBlock(nn.Module):
     """Normalised before its convolution, and added to what came in."""
 
-    def __init__(self, num_channels: int, dtype: torch.dtype) -> None:
+    def __init__(self, num_channels: int, dtype: torch.dtype, *, groups: int) -> None:
         super().__init__()
         self.norm = RectifiedNorm(num_channels, dtype)
-        self.conv = Convolution(num_channels, num_channels, dtype)
+        self.conv = Convolution(num_channels, num_channels, dtype, groups=groups)
 
     def forward(self, x_BC: Tensor) -> Tensor:
         y: Tensor = x_BC + self.conv(self.norm(x_BC))
@@ -72,7 +73,7 @@ class DigitsCnnStage(Stage):
         self.stem = Convolution(1, model.channels, self.dtype) if stage.first == 0 else None
         self.blocks = nn.ModuleDict()
         for layer in range(max(stage.first, 1), min(stage.stop, num_layers - 1)):
-            self.blocks[str(layer - 1)] = ConvolutionBlock(model.channels, self.dtype)
+            self.blocks[str(layer - 1)] = ConvolutionBlock(model.channels, self.dtype, groups=model.groups)
         self.norm = RectifiedNorm(model.channels, self.dtype) if self.has_head else None
         self.classifier = Classifier(model.channels * DIGITS_PIXELS**2, self.dtype) if self.has_head else None
 

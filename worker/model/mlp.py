@@ -13,6 +13,7 @@ from torch.nn import functional
 from skein.model.families.mlp import Activation, MlpModel
 from skein.types import Precision, StageSpec
 from worker.model.base import Linear, Stage, parameter_dtype, product_dtype
+from worker.model.dropout import dropped
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
@@ -30,6 +31,7 @@ class MlpStage(Stage):
         self.dtype = parameter_dtype(precision)
         self.product = product_dtype(precision)
         self.activation = model.activation
+        self.dropout = model.dropout
         held = {
             i: Linear(*products[i], self.dtype, self.tray, has_bias=True)
             for i in range(len(products))[stage.first : stage.stop]
@@ -60,4 +62,12 @@ class MlpStage(Stage):
     def _taken(self, x: Tensor, layer: int) -> Tensor:
         """Input of a layer's product, from raw samples or from the layer before."""
         x = x.to(self.product)
-        return ACTIVATIONS[self.activation](x) if layer else x.flatten(1)
+        if not layer:
+            return x.flatten(1)
+        return self.dropped(ACTIVATIONS[self.activation](x), layer, self.junction.luck)
+
+    def dropped(self, x: Tensor, layer: int, luck: int | Tensor | None) -> Tensor:
+        """Input of a layer's product, (..., B, F), with numbers dropped by the luck (...) of samples; None: none is."""
+        if luck is None or not self.dropout:
+            return x
+        return dropped(x, luck, layer=layer, probability=self.dropout)

@@ -22,8 +22,9 @@ from worker.model.base import Linear, Stage
 from worker.model.mlp import ACTIVATIONS, MlpStage
 from worker.model.ops import attend, rotate, takes_groups
 
-Fused = Callable[[Mapping[str, Tensor], Tensor], Tensor]
-"""Logits (R, B, ..., classes) from parameters by name, (R, ...) each, and inputs (R, B, ...)."""
+Fused = Callable[[Mapping[str, Tensor], Tensor, Tensor | None], Tensor]
+"""Logits (R, B, ..., classes) from parameters by name, (R, ...) each, inputs (R, B, ...), and the luck (R,) of each
+row's first sample, where something is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ def fused_forward(stage: Stage) -> Fused | None:
     if forward is None or strangers(stage):
         return None
 
-    def logits(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        with stage.autocast(x):
+    def logits(params: Mapping[str, Tensor], x: Tensor, luck: Tensor | None) -> Tensor:
+        with stage.autocast(x), stage.junction.visited(None, luck=luck):
             return forward(stage, _At(params), x)
 
     return logits
@@ -76,9 +77,9 @@ def _linear(at: _At, x: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], -1)
 
 
-def _convolution(at: _At, x: Tensor, num_rows: int) -> Tensor:
-    """3 x 3 over (B, R·C, height, width): rows are groups."""
-    return functional.conv2d(x, at["weight"].flatten(0, 1), padding=1, groups=num_rows)
+def _convolution(module: digits_cnn.Convolution, at: _At, x: Tensor, num_rows: int) -> Tensor:
+    """3 x 3 over (B, R·C, height, width): the groups of all rows are groups."""
+    return functional.conv2d(x, at["weight"].flatten(0, 1), padding=1, groups=num_rows * module.groups)
 
 
 def _rectified_norm(at: _At, x: Tensor, num_rows: int) -> Tensor:
@@ -141,24 +142,28 @@ def _block(module: decoder.Block, at: _At, x: Tensor, cos: Tensor, sin: Tensor) 
 def _mlp_stage(stage: Stage, at: _At, x: Tensor) -> Tensor:
     assert isinstance(stage, MlpStage)
     activate = ACTIVATIONS[stage.activation]
+
+    def taken(x: Tensor, layer: int) -> Tensor:
+        x = x.to(stage.product)
+        return stage.dropped(activate(x), layer, stage.junction.luck) if layer else x
+
     x = x.flatten(2)
     for name in stage.layers:
-        taken = x if name == "0" else activate(x.to(stage.product))
-        x = _linear(at.inside(f"layers.{name}"), taken.to(stage.product)).to(stage.dtype)
-    x = activate(x.to(stage.product)) if stage.layers else x.to(stage.product)
-    return _linear(at.inside("classifier"), x)
+        x = _linear(at.inside(f"layers.{name}"), taken(x, int(name))).to(stage.dtype)
+    return _linear(at.inside("classifier"), taken(x, len(stage.layers)))
 
 
 def _digits_cnn_stage(stage: Stage, at: _At, x_RBC: Tensor) -> Tensor:
     assert isinstance(stage, digits_cnn.DigitsCnnStage)
     num_rows = len(x_RBC)
     x = x_RBC.to(stage.dtype).transpose(0, 1).flatten(1, 2)
-    x = _convolution(at.inside("stem"), x, num_rows).to(stage.dtype)
-    for name in stage.blocks:
+    assert stage.stem is not None
+    x = _convolution(stage.stem, at.inside("stem"), x, num_rows).to(stage.dtype)
+    for name, module in stage.blocks.items():
+        assert isinstance(module, digits_cnn.ConvolutionBlock)
         block = at.inside(f"blocks.{name}")
-        x = x + _convolution(
-            block.inside("conv"), _rectified_norm(block.inside("norm"), x, num_rows), num_rows
-        )
+        normed = _rectified_norm(block.inside("norm"), x, num_rows)
+        x = x + _convolution(module.conv, block.inside("conv"), normed, num_rows)
     x = _rectified_norm(at.inside("norm"), x, num_rows)
     return _linear(at.inside("classifier"), x.reshape(len(x), num_rows, -1).transpose(0, 1))
 

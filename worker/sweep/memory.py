@@ -53,8 +53,7 @@ def _kept_by(kind: PassKind, stage: Stage, rows: RowBuffer, batch: RowBatch, num
     places = [0] * num_rows
     made = make_pass(kind, stage, rows.taken(places))
     assert made is not None, "asked of passes that there are"
-    weights = None if batch.weights is None else batch.weights[places]
-    return kept_bytes(made, RowBatch(batch.inputs[places], batch.labels[places], weights))
+    return kept_bytes(made, batch.of(places))
 
 
 def kept_bytes(made: Pass, batch: RowBatch) -> int:

@@ -9,7 +9,7 @@ Rules of this file
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,15 +21,24 @@ from skein.numeric.rows import RowBuffer
 from skein.protocol.messages.array_rounds import PassKind
 from worker.model.base import IGNORED_LABEL, Stage, parameter_dtype
 from worker.model.ops import mapped
-from worker.sweep.fused import fused_forward
+from worker.sweep.fused import Fused, fused_forward
 
 
 class RowBatch(NamedTuple):
-    """Samples of all rows: inputs and labels, (R, B, ...) both, and (R, B) factors on their losses; None: 1."""
+    """Samples of all rows: inputs and labels, (R, B, ...) both, (R, B) factors on their losses, and each row's luck.
+
+    `weights`: None: 1. `luck`: (R,) of each row's first sample, where a model drops numbers in training.
+    """
 
     inputs: Tensor
     labels: Tensor
     weights: Tensor | None = None
+    luck: Tensor | None = None
+
+    def of(self, rows: Sequence[int]) -> "RowBatch":
+        """Samples of these rows, in this order."""
+        weights, luck = (None if x is None else x[[*rows]] for x in (self.weights, self.luck))
+        return RowBatch(self.inputs[[*rows]], self.labels[[*rows]], weights, luck)
 
 
 class Pass(ABC):
@@ -44,23 +53,23 @@ class Pass(ABC):
         self.grads.zero_()
 
     @abstractmethod
-    def run(self, inputs: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    def run(
+        self, inputs: Tensor, labels: Tensor, weights: Tensor | None = None, luck: Tensor | None = None
+    ) -> Tensor:
         """Add the gradients of each row's summed loss to `grads`; gives these losses (R,), nats.
 
         Args:
             inputs: (R, B, ...), each row's own samples.
             labels: (R, B, ...), `IGNORED_LABEL` where there is nothing to predict.
             weights: (R, B), a factor on each sample's cross entropies; None: 1.
+            luck: (R,), of each row's first sample, as of `worker.model.dropout`; None: nothing is dropped.
         """
-
-
-Logits = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 
 
 class _Together(Pass):
     """All rows in one graph; parameters are split off the buffer, so their gradients come back as one tensor."""
 
-    def __init__(self, rows: RowBuffer, logits: Logits, dtype: torch.dtype) -> None:
+    def __init__(self, rows: RowBuffer, logits: Fused, dtype: torch.dtype) -> None:
         super().__init__(rows)
         self._logits = logits
         self._dtype = dtype
@@ -71,8 +80,10 @@ class _Together(Pass):
         # What comes first takes the place of the buffer, rather than being added to zeros.
         self._is_empty = True
 
-    def run(self, inputs: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        logits = self._logits(self.rows.layout.views(self._leaf), inputs).to(self._dtype)
+    def run(
+        self, inputs: Tensor, labels: Tensor, weights: Tensor | None = None, luck: Tensor | None = None
+    ) -> Tensor:
+        logits = self._logits(self.rows.layout.views(self._leaf), inputs, luck).to(self._dtype)
         losses = summed_losses(logits, labels, weights)
         (grads,) = torch.autograd.grad(losses.sum(), self._leaf)
         self.grads = grads if self._is_empty else self.grads.add_(grads)
@@ -87,11 +98,14 @@ class _InTurn(Pass):
         super().__init__(rows)
         self._stages = [_on_row(stage, rows, row, self.grads[row]) for row in range(len(rows))]
 
-    def run(self, inputs: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    def run(
+        self, inputs: Tensor, labels: Tensor, weights: Tensor | None = None, luck: Tensor | None = None
+    ) -> Tensor:
         losses = []
-        weights_R = [None] * len(labels) if weights is None else weights
-        for stage, x, y, w in zip(self._stages, inputs, labels, weights_R, strict=True):
-            loss, _ = stage.loss(x, y, w)
+        weights_R, luck_R = ([None] * len(labels) if x is None else x for x in (weights, luck))
+        for stage, x, y, w, own in zip(self._stages, inputs, labels, weights_R, luck_R, strict=True):
+            with stage.junction.visited(None, luck=own):
+                loss, _ = stage.loss(x, y, w)
             torch.autograd.backward(loss)
             losses.append(loss.detach())
         return torch.stack(losses)
@@ -124,23 +138,23 @@ class _LogitsOf(nn.Module):
         super().__init__()
         self.stage = stage
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.stage.logits(x)
+    def forward(self, x: Tensor, luck: Tensor | None) -> Tensor:
+        with self.stage.junction.visited(None, luck=luck):
+            return self.stage.logits(x)
 
 
-def _vmapped_logits(stage: Stage) -> Logits:
+def _vmapped_logits(stage: Stage) -> Fused:
     module = _LogitsOf(stage)
 
-    def one(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def one(params: Mapping[str, Tensor], x: Tensor, luck: Tensor | None) -> Tensor:
         named = {f"stage.{name}": param for name, param in params.items()}
-        logits: Tensor = functional_call(module, named, (x,))
+        logits: Tensor = functional_call(module, named, (x, luck))
         return logits
 
-    several = vmap(one)
-
-    def logits(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def logits(params: Mapping[str, Tensor], x: Tensor, luck: Tensor | None) -> Tensor:
+        several = vmap(one, in_dims=(0, 0, None if luck is None else 0))
         with mapped():
-            return several(params, x)
+            return several(params, x, luck)
 
     return logits
 

@@ -18,6 +18,7 @@ from worker.compute.payload import placed
 from worker.data.coreset import Drawing, RowDrawing
 from worker.data.dataset import Dataset
 from worker.model.base import Labels
+from worker.model.dropout import luck_of
 from worker.sweep.passes import RowBatch
 
 _FIRST = MicrobatchId(0)
@@ -43,6 +44,7 @@ class RowReader:
         self._drawings: dict[int, RowDrawing] = {}
         self._coreset = job.data.coreset
         self._size = job.step_batch.samples
+        self._has_dropout = job.model.has_dropout
         self._num_steps = max(1, _READ_SAMPLES // self._size)
         size = self._num_steps * self._size
         self._block = job.model_copy(update={"batch": BatchSpec(samples=size, microbatch_samples=size)})
@@ -95,7 +97,13 @@ class RowReader:
             torch.stack([read[key][0] for key in wanted]),
             torch.stack([x.labels for x in labels]),
             torch.stack(weights) if weights else None,
+            self._luck(rows, steps) if self._has_dropout else None,
         )
+
+    def _luck(self, rows: Sequence[int], steps: Sequence[int]) -> Tensor:
+        """Luck of each row's first sample: that of the trial's own job, in whatever microbatches it goes there."""
+        lucks = [luck_of(self._seeds[row], step, 0) for row, step in zip(rows, steps, strict=True)]
+        return torch.tensor(lucks, dtype=torch.int64, device=self._device)
 
     def _step(self, blocks: "_Blocks", step: int) -> tuple[Tensor, Labels]:
         number, place = divmod(step, self._num_steps)

@@ -3,8 +3,9 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from skein.errors import UserError
 from skein.model.layers import (
     LABEL_BYTES,
     AnyModel,
@@ -26,6 +27,15 @@ class DigitsCnnModel(AnyModel):
     family: Literal["digits_cnn"]
     channels: Annotated[int, Field(ge=1, le=1024)] = 16
     num_blocks: Annotated[int, Field(ge=1, le=64)] = 3
+    groups: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Groups of channels that the convolution of a block keeps apart: so many times fewer products. As many as
+    `channels`: each channel by itself (depthwise)."""
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> "DigitsCnnModel":
+        if self.channels % self.groups:
+            raise UserError("groups", self.groups, f"give a divisor of channels ({self.channels})")
+        return self
 
     @property
     def vocab_size(self) -> None:
@@ -42,7 +52,7 @@ class DigitsCnnModel(AnyModel):
     def layer_parameters(self) -> tuple[Shapes, ...]:
         channels = self.channels
         norm = {"norm.weight": (channels,), "norm.bias": (channels,)}
-        block = norm | {"conv.weight": (channels, channels, 3, 3)}
+        block = norm | {"conv.weight": (channels, channels // self.groups, 3, 3)}
         features = channels * DIGITS_PIXELS * DIGITS_PIXELS
         return (
             {"stem.weight": (channels, 1, 3, 3)},
@@ -58,8 +68,8 @@ class DigitsCnnModel(AnyModel):
         copy_bytes = num_features * product if precision is Precision.BF16 else 0
         norm_bytes = 2 * num_features * word + 2 * num_groups(self.channels) * word + copy_bytes
         first, *blocks, last = map(num_elements, self.layer_parameters())
-        conv_flops = 2 * 9 * self.channels * num_features
-        stem_flops = conv_flops // self.channels
+        stem_flops = 2 * 9 * num_features
+        conv_flops = stem_flops * self.channels // self.groups
         stem = LayerSpec(
             name="stem",
             num_parameters=first,

@@ -36,6 +36,7 @@ def test_trials_that_differ_in_numbers_may_be_rows_of_one_array(space: str) -> N
         ("batch.samples: [32, 64]", "batch.samples"),
         ("model.widths: [[64, 32, 10], [64, 16, 10]]", "model.widths"),
         ("precision: [fp32, fp64]", "precision"),
+        ("model.dropout: [0.1, 0.2]", "model.dropout"),
         ("budget.steps: [20, 30]", "budget.steps"),
     ],
 )

@@ -1,6 +1,7 @@
 """Small models, samples, and a whole step through stages that only know each other's boundary tensors."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import combinations, pairwise
 
 import torch
@@ -22,6 +23,7 @@ from worker.model.stage import IGNORED_LABEL, Stage, build_stage
 
 NUM_TOKENS = 12
 VOCABULARY = 50
+LUCK = 2**40
 
 
 _SIZES: dict[str, object] = {
@@ -98,8 +100,10 @@ MODELS: dict[str, AnyModel] = {
         )
     ),
     "digits": DigitsCnnModel(family="digits_cnn", channels=6, num_blocks=2),
+    "digits grouped": DigitsCnnModel(family="digits_cnn", channels=6, num_blocks=2, groups=3),
     "mlp": MlpModel(family="mlp", widths=(7, 6, 5)),
     "mlp gelu": MlpModel(family="mlp", widths=(7, 6, 5), activation="gelu"),
+    "mlp dropout": MlpModel(family="mlp", widths=(7, 6, 5), dropout=0.4),
 }
 DECODERS = [name for name, model in MODELS.items() if isinstance(model, DecoderModel)]
 
@@ -153,6 +157,11 @@ def samples(model: AnyModel, num_samples: int = 3) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
+def visited(stage: Stage) -> AbstractContextManager[object]:
+    """A visit in training, as far as it matters to what is dropped."""
+    return stage.junction.visited(None, luck=LUCK) if stage.spec.has_dropout else nullcontext()
+
+
 def step(path: Sequence[Stage], x: Tensor, labels: Tensor) -> tuple[float, int, dict[str, Tensor]]:
     """Loss, valid labels and gradients of `path`; what two stages hold both is summed.
 
@@ -161,9 +170,11 @@ def step(path: Sequence[Stage], x: Tensor, labels: Tensor) -> tuple[float, int, 
     arrived = [x]
     left: list[Tensor] = []
     for stage in path[:-1]:
-        left.append(stage(arrived[-1]))
+        with visited(stage):
+            left.append(stage(arrived[-1]))
         arrived.append(left[-1].detach().requires_grad_())
-    loss, num_valid = path[-1].loss(arrived[-1], labels)
+    with visited(path[-1]):
+        loss, num_valid = path[-1].loss(arrived[-1], labels)
     torch.autograd.backward(loss)
     for result, copy in zip(reversed(left), reversed(arrived), strict=False):
         torch.autograd.backward(result, copy.grad)

@@ -137,7 +137,7 @@ def test_microbatches_make_the_step_of_their_batch() -> None:
     settings = all_settings(AdamWSpec())
     whole, parts = array_of(MLP, settings), array_of(MLP, settings)
     for step in range(NUM_STEPS):
-        inputs, labels, _ = batch(MLP, [*range(NUM_ROWS)], step)
+        inputs, labels, *_ = batch(MLP, [*range(NUM_ROWS)], step)
         labels[0, 3] = IGNORED_LABEL
         (at_once,) = ([x.loss for x in whole.step([RowBatch(inputs, labels)])],)
         halves = zip(inputs.chunk(2, dim=1), labels.chunk(2, dim=1), strict=True)
@@ -148,7 +148,7 @@ def test_microbatches_make_the_step_of_their_batch() -> None:
 
 def test_a_row_without_a_label_makes_no_step_and_is_not_frozen() -> None:
     array = array_of(MLP, all_settings(AdamWSpec()))
-    inputs, labels, _ = batch(MLP, [*range(NUM_ROWS)], 0)
+    inputs, labels, *_ = batch(MLP, [*range(NUM_ROWS)], 0)
     labels[2] = IGNORED_LABEL
     steps = array.step([RowBatch(inputs, labels)])
     assert steps[2].reason == "no valid token in the batch"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.mlp import MlpModel
 from skein.numeric.rows import RowBuffer
 from skein.numeric.walker import Walker
@@ -11,6 +12,7 @@ from skein.protocol.messages.array_rounds import PassKind
 from skein.types import Precision
 from tests.worker.model.builders import MODELS, samples, whole
 from worker.model.base import IGNORED_LABEL, Stage
+from worker.model.dropout import luck_of
 from worker.sweep.fused import fused_forward, strangers
 from worker.sweep.passes import make_pass
 
@@ -33,10 +35,16 @@ def own_samples(name: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
     return inputs.to(dtype) if inputs.is_floating_point() else inputs, labels
 
 
+def lucks(stage: Stage) -> Tensor | None:
+    """Luck of each row's first sample, where the model has dropout."""
+    return torch.tensor([luck_of(row, 3, 0) for row in range(NUM_ROWS)]) if stage.spec.has_dropout else None
+
+
 def expected(stages: list[Stage], inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     losses, grads = [], []
-    for stage, x, y in zip(stages, inputs, labels, strict=True):
-        loss, _ = stage.loss(x, y)
+    for row, (stage, x, y) in enumerate(zip(stages, inputs, labels, strict=True)):
+        with stage.junction.visited(None, luck=luck_of(row, 3, 0)):
+            loss, _ = stage.loss(x, y)
         torch.autograd.backward(loss)
         losses.append(loss.detach())
         grads.append({name: p.grad for name, p in stage.named_parameters() if p.grad is not None})
@@ -51,12 +59,12 @@ def test_fused_rows_have_the_losses_and_gradients_of_their_models(name: str) -> 
     inputs, labels = own_samples(name)
     losses, grads = expected(stages, inputs, labels)
     for times in (1, 2):  # A second microbatch is added.
-        found = made.run(inputs, labels)
+        found = made.run(inputs, labels, luck=lucks(stages[0]))
         assert torch.allclose(found, losses, rtol=ROUNDING, atol=0)
         worst = (made.grads - times * grads).abs().max()
         assert worst <= ROUNDING * grads.abs().max()
     made.clear()
-    made.run(inputs, labels)
+    made.run(inputs, labels, luck=lucks(stages[0]))
     assert (made.grads - grads).abs().max() <= ROUNDING * grads.abs().max()
 
 
@@ -70,8 +78,36 @@ def test_other_passes_have_them_too(kind: PassKind, name: str) -> None:
     assert made is not None
     inputs, labels = own_samples(name)
     losses, grads = expected(stages, inputs, labels)
+    assert torch.allclose(made.run(inputs, labels, luck=lucks(stages[0])), losses, rtol=ROUNDING, atol=0)
+    assert (made.grads - grads).abs().max() <= ROUNDING * grads.abs().max()
+
+
+@pytest.mark.parametrize("kind", PassKind)
+@pytest.mark.parametrize("groups", [2, 6], ids=["grouped", "depthwise"])
+def test_groups_of_all_rows_are_kept_apart(kind: PassKind, groups: int) -> None:
+    model = DigitsCnnModel(family="digits_cnn", channels=6, num_blocks=2, groups=groups)
+    stages = [whole(model, seed=row) for row in range(NUM_ROWS)]
+    made = make_pass(kind, stages[0], rows_of(stages))
+    assert made is not None
+    inputs, labels = own_samples("digits")
+    losses, grads = expected(stages, inputs, labels)
     assert torch.allclose(made.run(inputs, labels), losses, rtol=ROUNDING, atol=0)
     assert (made.grads - grads).abs().max() <= ROUNDING * grads.abs().max()
+
+
+@pytest.mark.parametrize("kind", PassKind)
+def test_rows_drop_by_their_own_luck_and_without_any_nothing(kind: PassKind) -> None:
+    stages = [whole(MODELS["mlp dropout"], seed=7) for _ in range(NUM_ROWS)]
+    made = make_pass(kind, stages[0], rows_of(stages))
+    assert made is not None
+    inputs, labels = (x[:1].expand(NUM_ROWS, *x.shape[1:]) for x in own_samples("mlp dropout"))
+    calm = made.run(inputs, labels)
+    assert torch.allclose(calm, calm[0], rtol=ROUNDING)
+    luck = torch.tensor([luck_of(1, 0, 0), luck_of(2, 0, 0), luck_of(1, 0, 0)])
+    one, other, again = made.run(inputs, labels, luck=luck).tolist()
+    assert one == pytest.approx(again, rel=ROUNDING)
+    assert abs(one - other) > 1e-3
+    assert abs(one - float(calm[0])) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["digits", "mlp", "tied"])

@@ -52,6 +52,7 @@ from worker.compute.payload import (
 from worker.compute.visits.left import Left, Passage
 from worker.mesh.stage import MeshStage
 from worker.model.base import Crossing, Labels
+from worker.model.dropout import luck_of
 from worker.model.sparse.junction import RoutedMicrobatch
 from worker.model.stage import Stage
 from worker.selection.scoring import loss_at_end
@@ -148,8 +149,10 @@ class Visiting:
         return Visited(outcome=visit.balance, outputs=self._given(op, tensors))
 
     def _luck(self, op: VisitOp) -> int | None:
-        """Seed of noise on scores, which whoever visits with this microbatch draws alike; None: there is none."""
+        """Seed of what is drawn for this microbatch, whoever visits with it alike; None: nothing is."""
         job = self._holding.job
+        if op.phase.trains and job.model.has_dropout:
+            return luck_of(job.seed, op.step, op.microbatch * job.batch.microbatch_samples)
         has_luck = op.phase.trains and job.model.has_experts
         return key(job.seed, "routing", op.step, op.microbatch) if has_luck else None
 

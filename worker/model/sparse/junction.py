@@ -1,4 +1,4 @@
-"""Junctions: routers of a stage and the op that runs them meet there, past everything between them.
+"""Junctions: routers of a stage, or its dropout, and the op that runs them meet there, past everything between them.
 
 N tokens of a microbatch, E experts, K choices of a token.
 """
@@ -31,8 +31,9 @@ class RoutedMicrobatch:
     """Choices of all layers that found their expert full."""
     counts: list[tuple[int, ...]] = field(default_factory=list)
     """Choices of each expert, layer by layer, those that are dropped too."""
-    luck: int | None = None
-    """Seed of noise on its scores, of the microbatch whoever routes it; None: there is none."""
+    luck: int | Tensor | None = None
+    """Seed of noise on its scores, of the microbatch whoever routes it, or of what is dropped of its first sample;
+    None: nothing is drawn."""
     told: Tensor | None = None
     """Choices of all layers as they were made elsewhere, which hold; None: each layer makes its own."""
     made: list[Tensor] = field(default_factory=list)
@@ -74,11 +75,11 @@ class Junction:
 
     @contextmanager
     def visited(
-        self, num_valid: int | None, told: Tensor | None = None, luck: int | None = None
+        self, num_valid: int | None, told: Tensor | None = None, luck: int | Tensor | None = None
     ) -> Iterator[RoutedMicrobatch]:
         """Visit of a microbatch with so many valid tokens until the end of the block; None: outside of training.
 
-        `told` are the choices of a visit before, elsewhere, which this one repeats; `luck` is what noise is drawn by.
+        `told` are the choices of a visit before, elsewhere, which this one repeats; `luck` is what is drawn by.
         """
         assert self._visit is None, "a forward runs within another one"
         self._visit = RoutedMicrobatch(num_valid=num_valid, losses=[], told=told, luck=luck)
@@ -92,11 +93,16 @@ class Junction:
         """Whether what goes through the stage now trains it."""
         return self._visit is not None and self._visit.num_valid is not None
 
+    @property
+    def luck(self) -> int | Tensor | None:
+        """Seed of what is drawn for the microbatch that is on its way; None: nothing is."""
+        return None if self._visit is None else self._visit.luck
+
     def drawn(self, like_NE: Tensor) -> Tensor:
         """Standard normal numbers for a layer's scores: of a microbatch and layer the same, wherever they are drawn."""
         visit = self._visit
         assert visit is not None, "noise belongs to training"
-        assert visit.luck is not None, "noise without a seed"
+        assert isinstance(visit.luck, int), "noise without a seed"
         layer = self._first_layer + len(visit.made)
         return torch.from_numpy(stream(visit.luck, layer).standard_normal(like_NE.shape)).to(like_NE)
 
