@@ -1,8 +1,9 @@
 """Shapes of small jobs and fleets, by words: `loop 3x2 tied skip 1/3 on 4` is what a failing seed is told with."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 
 from skein.config.aggregation import AllReduce
 from skein.config.checks import ChecksSpec
@@ -213,6 +214,51 @@ class SimShape:
         return array_job(trial, array, round_steps=_ROUND_STEPS)
 
 
+def _choosing(word: str, shape: SimShape) -> SimShape:
+    return replace(shape, coreset=(shape.coreset or CHOSEN).model_copy(update=_CHOOSING[word]))
+
+
+def _by_rule(shape: SimShape, rule: str) -> SimShape:
+    if rule not in RULES:
+        raise UserError("shape", rule, f"rules are {', '.join(RULES)}")
+    return replace(shape, rule=rule)
+
+
+_PLAIN: Mapping[str, Callable[[SimShape], SimShape]] = {
+    "tied": lambda shape: replace(shape, is_tied=True),
+    "direct": lambda shape: replace(shape, pattern="direct"),
+    "ring": lambda shape: replace(shape, pattern="ring"),
+    "tree": lambda shape: replace(shape, pattern="tree"),
+    "split": lambda shape: replace(shape, is_split=True),
+    "v": lambda shape: replace(shape, is_in_v=True),
+    "sparse": lambda shape: replace(shape, is_sparse=True),
+    "evaluated": lambda shape: replace(shape, is_evaluated=True),
+    "rewinds": lambda shape: replace(shape, rewinds=True),
+    **{word: partial(_choosing, word) for word in _CHOOSING},
+}
+"""Change that each word makes by itself."""
+_GIVEN: Mapping[str, Callable[[SimShape, str], SimShape]] = {
+    "skip": lambda shape, ratio: replace(shape, skip_ratio=float(Fraction(ratio))),
+    "by": _by_rule,
+    "on": lambda shape, number: replace(shape, num_workers=int(number)),
+    "priority": lambda shape, number: replace(shape, priority=int(number)),
+    "after": lambda shape, seconds: replace(shape, after_s=float(seconds)),
+    "array": lambda shape, number: replace(shape, num_rows=int(number)),
+    "sweep": lambda shape, number: replace(shape, num_trials=int(number)),
+    "rungs": lambda shape, number: replace(shape, num_rungs=int(number)),
+    "slow": lambda shape, number: replace(shape, num_slow=int(number)),
+    "rows": lambda shape, ends: replace(shape, rows=VocabularySplit(ends)),
+    "chunks": lambda shape, number: replace(shape, chunks=int(number)),
+    "meshes": lambda shape, number: replace(shape, num_meshes=int(number)),
+    "devices": lambda shape, number: replace(shape, num_devices=int(number)),
+    "walled": lambda shape, number: replace(shape, num_walled=int(number)),
+    "quota": lambda shape, number: replace(shape, quota_workers=int(number)),
+    "running": lambda shape, number: replace(shape, quota_running=int(number)),
+    "checked": lambda shape, share: replace(shape, checked=float(share)),
+}
+"""Change that each word makes with the one that comes after it."""
+
+
 def shape_of(text: str) -> SimShape:
     """Shape that the words describe.
 
@@ -236,110 +282,28 @@ def shape_of(text: str) -> SimShape:
 
 
 def _one(text: str) -> SimShape:
+    """Shape of one job, by its words."""
     words = text.split()
     try:
         layout = Layout(words.pop(0))
         stages, replicas = (int(number) for number in words.pop(0).split("x"))
-        is_tied, skip, num_workers = False, Fraction(0), stages * replicas
-        pattern: PatternName = "auto"
-        rule, num_slow, chunks, rows = "", 0, 1, VocabularySplit.OFF
-        is_split, is_in_v, is_sparse = False, False, False
-        coreset: CoresetSpec | None = None
-        checked, priority, after_s, num_walled = 0.0, 0, 0.0, 0
-        quota_workers: int | None = None
-        quota_running: int | None = None
-        num_rows, rewinds = 0, False
-        num_trials, num_rungs, is_evaluated = 0, 0, False
-        num_meshes, num_devices = 0, 2
+        shape = SimShape(
+            text=text,
+            layout=layout,
+            stages=stages,
+            replicas=replicas,
+            num_workers=stages * replicas,
+            is_tied=False,
+            skip_ratio=0.0,
+        )
         while words:
-            match words.pop(0):
-                case "tied":
-                    is_tied = True
-                case "skip":
-                    skip = Fraction(words.pop(0))
-                case "direct" | "ring" | "tree" as pattern:
-                    pass
-                case "by":
-                    rule = words.pop(0)
-                    if rule not in RULES:
-                        raise UserError("shape", rule, f"rules are {', '.join(RULES)}")
-                case "on":
-                    num_workers = int(words.pop(0))
-                case "priority":
-                    priority = int(words.pop(0))
-                case "after":
-                    after_s = float(words.pop(0))
-                case "split":
-                    is_split = True
-                case "v":
-                    is_in_v = True
-                case "sparse":
-                    is_sparse = True
-                case "array":
-                    num_rows = int(words.pop(0))
-                case "sweep":
-                    num_trials = int(words.pop(0))
-                case "rungs":
-                    num_rungs = int(words.pop(0))
-                case "evaluated":
-                    is_evaluated = True
-                case "rewinds":
-                    rewinds = True
-                case "chosen" | "beside" | "local" | "ungrouped" | "shared" as word:
-                    coreset = (coreset or CHOSEN).model_copy(update=_CHOOSING[word])
-                case "slow":
-                    num_slow = int(words.pop(0))
-                case "rows":
-                    rows = VocabularySplit(words.pop(0))
-                case "chunks":
-                    chunks = int(words.pop(0))
-                case "meshes":
-                    num_meshes = int(words.pop(0))
-                case "devices":
-                    num_devices = int(words.pop(0))
-                case "walled":
-                    num_walled = int(words.pop(0))
-                case "quota":
-                    quota_workers = int(words.pop(0))
-                case "running":
-                    quota_running = int(words.pop(0))
-                case "checked":
-                    checked = float(words.pop(0))
-                case other:
-                    raise UserError("shape", other, _HINT)
-    except (ValueError, IndexError) as error:
+            word = words.pop(0)
+            shape = _GIVEN[word](shape, words.pop(0)) if word in _GIVEN else _PLAIN[word](shape)
+    except UserError:
+        raise  # of a word that says more of what would be right
+    except (KeyError, ValueError, IndexError) as error:
         raise UserError("shape", text, _HINT) from error
-    return SimShape(
-        text=text,
-        layout=layout,
-        stages=stages,
-        replicas=replicas,
-        num_workers=num_workers,
-        is_tied=is_tied,
-        skip_ratio=float(skip),
-        pattern=pattern,
-        num_slow=num_slow,
-        chunks=chunks,
-        rows=rows,
-        checked=checked,
-        num_walled=num_walled,
-        num_meshes=num_meshes,
-        num_devices=num_devices,
-        quota_workers=quota_workers,
-        quota_running=quota_running,
-        is_split=is_split,
-        is_in_v=is_in_v,
-        is_sparse=is_sparse,
-        coreset=coreset,
-        rule=rule,
-        priority=priority,
-        after_s=after_s,
-        num_rows=num_rows,
-        rewinds=rewinds,
-        num_trials=num_trials,
-        num_rungs=num_rungs,
-        is_evaluated=is_evaluated,
-    )
+    return shape
 
 
 SEVERAL = tuple(

@@ -89,3 +89,8 @@ def test_a_shape_that_says_nothing_known_is_refused() -> None:
     for text in ("", "line", "line 2", "ring 2x2", "line 2x2 upside", "line 2x2 skip much"):
         with pytest.raises(UserError, match="shape"):
             shape_of(text)
+
+
+def test_a_rule_that_nobody_knows_is_told_with_those_that_are() -> None:
+    with pytest.raises(UserError, match="'chance': rules are fp32, bf16, "):
+        shape_of("line 2x2 by chance")
