@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -125,9 +125,9 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
             stack.push_async_callback(pages.close)
         mesh = Mesh(setting.devices) if setting.devices else None
         if mesh is not None:
+            stack.callback(mesh.close)
             metrics.watch_mesh(mesh.times, mesh.forms)
             setting = replace(setting, measure=partial(_measure_mesh, mesh))
-            stack.callback(mesh.close)
         executor = Executor(compute, partial(_waited_s, mesh))
         executor.start()
         stack.callback(executor.stop)
@@ -141,18 +141,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
         half_bytes = memory_bytes // 2
         executor.compute.snapshots.memory_bytes = half_bytes
         copies = ChunkCopies(executor, post=inbox.post, memory_bytes=half_bytes)
-        service = PeerService(
-            accepts=inbox.accepts,
-            on_tensor=inbox.on_tensor,
-            state_of=partial(_give, copies, setting.watch),
-            statistics=statistics,
-            may_fetch=inbox.may_fetch,
-            probed=Probed(
-                incarnation=setting.incarnation,
-                may_probe=machine.gate.may_probe,
-                dial_back=partial(_is_dialled, setting),
-            ),
-        )
+        service = _service(setting, machine, inbox, copies, statistics)
         service.attach(server)
         board = Switchboard(is_offered=setting.offers_relay, owner=worker_caller(setting.worker))
         board.attach(server)
@@ -161,10 +150,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
         stack.push_async_callback(_settle, asyncio.all_tasks())
         stack.push_async_callback(server.stop, None)
         stack.callback(service.close)
-        keeping = [asyncio.create_task(Doorway(port, least_bytes=GREETED_BYTES).keep())]
-        if (warning := clear_text_warning(setting.listen, setting.credentials)) is not None:
-            keeping.append(asyncio.create_task(keep_warning(warning, _log)))
-        for kept in keeping:
+        for kept in _kept(setting, port):
             stack.callback(kept.cancel)
         on_ready(inbox)
         parts = _Parts(
@@ -183,6 +169,36 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
             _log.error("turned away: %s", end.reason)
             raise await asyncio.wrap_future(mesh.processes.lost)
         return end
+
+
+def _service(
+    setting: WorkerSetting,
+    machine: Worker,
+    inbox: WorkerInbox,
+    copies: ChunkCopies,
+    statistics: Statistics,
+) -> PeerService:
+    """Service that peers call."""
+    probed = Probed(
+        incarnation=setting.incarnation,
+        may_probe=machine.gate.may_probe,
+        dial_back=partial(_is_dialled, setting),
+    )
+    return PeerService(
+        accepts=inbox.accepts,
+        on_tensor=inbox.on_tensor,
+        state_of=partial(_give, copies, setting.watch),
+        statistics=statistics,
+        may_fetch=inbox.may_fetch,
+        probed=probed,
+    )
+
+
+def _kept(setting: WorkerSetting, port: int) -> Iterator[asyncio.Task[None]]:
+    """Tasks that last as long as the worker does: looking after connections, and warning of those in the clear."""
+    yield asyncio.create_task(Doorway(port, least_bytes=GREETED_BYTES).keep())
+    if (warning := clear_text_warning(setting.listen, setting.credentials)) is not None:
+        yield asyncio.create_task(keep_warning(warning, _log))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
