@@ -1,8 +1,11 @@
 """Searches and choices as tasks of a real Ray cluster: some are killed, and what they had found is not lost."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from subprocess import PIPE
 
 import numpy as np
 import psutil
@@ -30,22 +33,20 @@ POLL_S = 0.05
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Ray with two CPUs in this process's care."""
+    """Ray with two CPUs, to which this process is connected."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=100 * 2**20,
-            _node_ip_address="127.0.0.1",
-        )
-        try:
-            yield
-        finally:
-            ray.shutdown()
+        command = [sys.executable, "-m", "tests.e2e.lone_ray"]
+        with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as lone:
+            assert lone.stdout is not None
+            ray.init(address=lone.stdout.readline().removesuffix("\n") or "nowhere", log_to_driver=False)
+            try:
+                yield
+            finally:
+                ray.shutdown()
+                # The end of its input.
+                lone.communicate()
 
 
 def asked(*, budget_s: float) -> MakePlan:
