@@ -375,7 +375,8 @@ class World(SimService):
                 picked = partial(self._picked, worker, command, worker.executor.rows.give_away())
                 self.clock.after(PICK_S, partial(worker.when_running, picked))
             case io.KeepParameters():
-                worker.executor.rows.kept_version = command.version
+                here = {chunk.stage: chunk.version for chunk in worker.executor.chunks.values()}
+                worker.executor.rows.keep(command.version, here)
             case io.TakeChoice():
                 worker.executor.draw_by(command.choice)
                 worker.executor.desk.selected()

@@ -113,3 +113,17 @@ def test_once_rows_are_chosen_nothing_of_a_selection_is_taken() -> None:
     machine.advance(Step(1))
     assert not machine.may_hold(selects(Direction.FORWARD, 4, 1))
     assert machine.may_hold(selects(Direction.FORWARD, 4, 1, step=1))
+
+
+def test_a_selection_of_older_parameters_is_taken_where_they_are_kept_and_nowhere_else() -> None:
+    late = selects(Direction.FORWARD, 3, 1, step=2)
+    machine = machine_of("b", "L1.0", step=5, kept={StageIndex(1): Step(2)})
+    assert machine.may_hold(late)
+    machine.begin(Phase.SELECT, [], Step(2))
+    machine.arrive(late)
+    machine.advance(Step(6))
+    assert run_ready(machine) == ["L3"]
+    machine.selected()
+    assert not machine.may_hold(late)
+    assert not machine_of("b", "L1.0", step=5).may_hold(late)
+    assert not machine_of("b", "L1.0", step=5, kept={StageIndex(1): Step(1)}).may_hold(late)

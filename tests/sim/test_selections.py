@@ -9,10 +9,11 @@ from skein.protocol.coordinator.coordinator_io import (
     ChooseRows,
     CoordinatorCommand,
     CoordinatorEvent,
+    DrainAsked,
     RowsChosen,
 )
 from skein.protocol.coordinator.runs.phase import EvaluatePhase, StepPhase
-from skein.protocol.log.records import CoresetChosen
+from skein.protocol.log.records import CheckpointCommitted, CoresetChosen
 from skein.protocol.messages.coresets import CandidatesPicked
 from skein.protocol.messages.reports import Report
 from skein.protocol.worker.worker_io import TakeChoice, WorkerCommand
@@ -45,13 +46,19 @@ def is_selecting(world: World, *, since: int = 0) -> bool:
     )
 
 
+def version_of(world: World) -> int:
+    return (
+        0 if world.coordinator is None or world.coordinator.run is None else world.coordinator.run.job.version
+    )
+
+
 class Watched(World):
     """Knows who has told what it has picked, and how often a second stage has begun."""
 
     def __init__(self, sites: tuple[SiteId, ...], *, seed: int) -> None:
         super().__init__(sites, seed=seed)
         self.picked: set[WorkerId] = set()
-        self.num_asked = self.num_chosen = 0
+        self.num_told = self.num_asked = self.num_chosen = 0
 
     def tell(self, event: CoordinatorEvent) -> None:
         self.num_chosen += isinstance(event, RowsChosen)
@@ -60,6 +67,7 @@ class Watched(World):
     def _send_report(self, worker: SimWorker, report: Report) -> None:
         if isinstance(report, CandidatesPicked) and report.part == report.num_parts - 1:
             self.picked.add(worker.machine.identity.worker)
+            self.num_told += 1
         super()._send_report(worker, report)
 
     def _act(self, command: CoordinatorCommand) -> None:
@@ -204,55 +212,144 @@ def is_looking(world: World) -> bool:
     """Whether a choice is made while steps go on."""
     run = None if world.coordinator is None else world.coordinator.run
     is_stepping = run is not None and isinstance(run.phase, StepPhase)
-    return is_stepping and any(w.executor.rows.kept_version for w in world.workers.values())
+    return is_stepping and any(w.executor.rows.kept for w in world.workers.values())
 
 
-def test_where_a_plan_has_room_choices_are_made_beside_steps_and_nobody_stands_still() -> None:
+def test_choices_are_made_beside_the_last_quarter_of_the_steps_before_them() -> None:
     world = simulate(job_of(BESIDE), 4).world
-    first, *others = chosen_in(world)
-    assert (first.version, first.num_steps_beside) == (0, 0)
-    assert [x.version for x in others] == [8]
-    assert all(0 < x.num_steps_beside <= 4 and x.seconds == 0.0 for x in others)
-    assert all(x.num_faults == 0 for x in others)
+    assert [(x.version, x.num_steps_beside) for x in chosen_in(world)] == [(0, 0), (8, 2)]
+    assert all(x.num_faults == 0 for x in chosen_in(world))
 
 
-def test_where_it_has_none_they_are_made_before_the_step_and_that_is_told() -> None:
+def seldom(text: str, *, every: int = 0) -> JobSpec:
+    """A job whose second choice is due at 30, and is looked at rows for from 23 on."""
+    job = shape_of(text).job(steps=34, every=every)
+    coreset = job.data.coreset.model_copy(update={"refresh_epochs": 8})
+    return job.model_copy(update={"data": job.data.model_copy(update={"coreset": coreset})})
+
+
+def test_where_workers_are_idle_for_long_enough_nobody_stands_still() -> None:
+    first, second = chosen_in(simulate(seldom(BESIDE), 4).world)
+    assert (second.version, second.num_steps_beside, second.seconds) == (30, 7, 0.0)
+    assert first.seconds > 0.0
+
+
+def test_where_they_never_are_what_is_wanting_is_done_before_the_step() -> None:
     world = simulate(shape_of("line 1x1 beside").job(steps=50, every=0), 1).world
-    assert [x.version for x in chosen_in(world)] == [0, 15, 30, 45]
-    assert all(x.num_steps_beside == 0 for x in chosen_in(world))
-    assert len([line for line in world.lines if "leaves workers idle for too little" in line]) == 1
+    assert [(x.version, x.num_steps_beside) for x in chosen_in(world)] == [(0, 0), (15, 3), (30, 3), (45, 3)]
+    assert all(x.seconds > 0.0 for x in chosen_in(world))
 
 
-def test_a_worker_that_dies_meanwhile_has_it_made_before_the_step() -> None:
+def has_picked(world: World) -> bool:
+    assert isinstance(world, Watched)
+    return is_looking(world) and world.num_told > len(world.workers) // 2
+
+
+def is_refreshing(world: World) -> bool:
+    """Whether the second stage of a refresh runs."""
+    return world_asked(world) > 1
+
+
+def is_made(world: World) -> bool:
+    """Whether a refresh is chosen, and no sample is drawn by it."""
+    return is_refreshing(world) and not awaits_choice(world)
+
+
+def is_recorded(world: World) -> bool:
+    return len(chosen_in(world)) > 1
+
+
+MOMENTS: dict[str, Callable[[World], bool]] = {
+    "features": is_looking,
+    "candidates": has_picked,
+    "second stage": is_refreshing,
+    "made": is_made,
+    "recorded": is_recorded,
+}
+"""Of a choice that is made beside steps."""
+
+
+@pytest.mark.parametrize("text", [BESIDE, "loop 2x2 beside local", "line 2x2 beside ungrouped on 5"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_coordinator_that_begins_anew_meanwhile_makes_the_same_choice(text: str, moment: str) -> None:
+    job, num_workers = job_of(text), shape_of(text).num_workers
+    world = watched(job, num_workers)
+    run_until(world, MOMENTS[moment])
+    world.crash_coordinator()
+    run = finish(world, about=moment)
+    assert run.curve == undisturbed(job, num_workers).curve
+    assert [(x.version, x.digest) for x in chosen_in(world)] == undisturbed_choices(job, num_workers)
+    assert [x.num_steps_beside for x in chosen_in(world)] == [0, 2]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_worker_that_dies_meanwhile_where_no_path_ends_changes_no_choice(moment: str) -> None:
     job = job_of(BESIDE)
     world = watched(job, 4)
-    run_until(world, is_looking)
-    world.kill_worker(worker(1))
-    run = finish(world, about="beside")
+    run_until(world, MOMENTS[moment])
+    assert world.coordinator is not None
+    assert world.coordinator.run is not None
+    plan = world.coordinator.run.plan
+    assert plan is not None
+    world.kill_worker(min(x.chunk.worker for x in plan.chunks if x.chunk.stage == 0))
+    run = finish(world, about=moment)
     assert run.num_rollbacks == 0
     assert run.curve == undisturbed(job, 4).curve
-    assert [(x.version, x.num_steps_beside) for x in chosen_in(world)] == [(0, 0), (8, 0)]
+    assert [(x.version, x.digest) for x in chosen_in(world)] == undisturbed_choices(job, 4)
 
 
-def test_one_that_was_complete_stays_whoever_dies_then() -> None:
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_one_that_dies_where_paths_end_has_others_choose_by_the_same_parameters(moment: str) -> None:
     job = job_of(BESIDE)
     world = watched(job, 4)
-    run_until(world, lambda world: is_looking(world) and world_asked(world) > 1)
-    run_until(world, lambda world: not awaits_choice(world))
-    world.kill_worker(worker(1))
-    finish(world, about="complete")
-    digests = [(x.version, x.digest) for x in chosen_in(world)]
-    assert digests == undisturbed_choices(job, 4)
+    run_until(world, MOMENTS[moment])
+    assert world.coordinator is not None
+    assert world.coordinator.run is not None
+    plan = world.coordinator.run.plan
+    assert plan is not None
+    world.kill_worker(max(x.chunk.worker for x in plan.chunks if x.chunk.stage == 1))
+    run = finish(world, about=moment)
+    assert run.num_rollbacks == 0
+    assert run.curve == undisturbed(job, 4).curve
+    _, second = chosen_in(world)
+    assert (second.version, second.num_steps_beside, second.num_faults) == (8, 2, 0)
+    assert second.told.read().sizes.sum() == NUM_ROWS - second.num_set_aside
+    if moment in ("second stage", "made", "recorded"):
+        assert (8, second.digest) in undisturbed_choices(job, 4)
 
 
-def test_a_coordinator_that_begins_anew_meanwhile_has_it_made_all_the_same() -> None:
+@pytest.mark.parametrize(("every", "is_as_undisturbed"), [(20, True), (25, False)])
+def test_a_job_that_goes_back_to_before_a_look_chooses_the_same_and_one_that_goes_back_amid_it_tells(
+    every: int, is_as_undisturbed: bool
+) -> None:
+    job = seldom(BESIDE, every=every)
+    world = watched(job, 4)
+    run_until(
+        world,
+        lambda world: (
+            is_looking(world) and version_of(world) > every and bool(of_kind(world.log, CheckpointCommitted))
+        ),
+    )
+    for name in list(world.workers):
+        world.bring_back(name, 5.0)
+        world.kill_worker(name)
+    run = finish(world, about="all die")
+    assert run.num_rollbacks == 1
+    choices = [(x.version, x.digest) for x in chosen_in(world)]
+    assert (choices == undisturbed_choices(job, 4)) is is_as_undisturbed
+    assert [x.num_steps_beside for x in chosen_in(world)] == [0, 7 if is_as_undisturbed else 0]
+    told = [line for line in world.lines if "by the model as it is now, not at step 23" in line]
+    assert len(told) == (not is_as_undisturbed)
+
+
+def test_another_plan_is_taken_once_a_choice_that_is_being_made_is_there() -> None:
     job = job_of(BESIDE)
     world = watched(job, 4)
     run_until(world, is_looking)
-    world.crash_coordinator()
-    run = finish(world, about="coordinator")
-    assert run.curve == undisturbed(job, 4).curve
-    assert [x.version for x in chosen_in(world)] == [0, 8]
+    world.tell(DrainAsked(worker=worker(0)))
+    finish(world, about="drain")
+    assert [(x.version, x.num_steps_beside) for x in chosen_in(world)] == [(0, 0), (8, 2)]
+    assert [(x.version, x.digest) for x in chosen_in(world)] == undisturbed_choices(job, 4)
 
 
 def test_who_is_slow_beside_steps_is_waited_for_when_the_choice_is_due() -> None:

@@ -1,12 +1,14 @@
 """The compute ops of one worker in a test: its machine, what comes to it, and what may run."""
 
+from collections.abc import Mapping
+
 from skein.plan.ops import Direction
 from skein.plan.plan import Path
 from skein.protocol.messages.directives import ChunkAssignment, Origin, SourceKind, StateSource
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.ops import Loss, LossOp
-from skein.protocol.worker.pipeline import Pipeline
-from skein.types import MicrobatchId, Step, WorkerId
+from skein.protocol.worker.pipeline import NONE_KEPT, Pipeline
+from skein.types import MicrobatchId, StageIndex, Step, WorkerId
 from tests.support.plans import chunk, path, schedule, stage_spec
 
 LINE = path(chunk(0, "a"), chunk(1, "b"))
@@ -15,7 +17,13 @@ LOSS = Loss(loss_sum=2.0, num_tokens=3)
 
 
 def machine_of(
-    worker: str, words: str, *, slots: int = 2, evaluation_paths: tuple[int, ...] = ()
+    worker: str,
+    words: str,
+    *,
+    slots: int = 2,
+    evaluation_paths: tuple[int, ...] = (),
+    step: int = 0,
+    kept: Mapping[StageIndex, Step] = NONE_KEPT,
 ) -> Pipeline:
     """A worker with the stages of a schedule as `F0.1 B0.1 L2.1`: kind, stage and microbatch of each op."""
     planned = schedule(worker, words)
@@ -28,7 +36,7 @@ def machine_of(
         )
         for stage in sorted({op.stage for op in planned.ops})
     ]
-    return Pipeline(WorkerId(worker), chunks, planned, Step(0))
+    return Pipeline(WorkerId(worker), chunks, planned, Step(step), kept=kept)
 
 
 def tensor(

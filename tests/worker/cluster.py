@@ -58,11 +58,17 @@ class Disk:
     files: dict[tuple[JobId, Step, str], bytes] = field(default_factory=dict)
 
 
-class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointServicer):
-    """A coordinator that goes on from what lies on `disk`."""
+Moment = Callable[[CoordinatorEvent | CoordinatorCommand], bool]
+"""Whether a coordinator dies before it takes an event in, or carries a command out."""
 
-    def __init__(self, disk: Disk) -> None:
+
+class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointServicer):
+    """A coordinator that goes on from what lies on `disk`; from the moment on at which it dies it does nothing."""
+
+    def __init__(self, disk: Disk, dies: Moment = lambda _: False) -> None:
         self.port = 0
+        self.died = asyncio.Event()
+        self._dies = dies
         self._disk = disk
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
@@ -122,13 +128,22 @@ class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointSe
 
     def _handle(self, event: CoordinatorEvent) -> None:
         events: list[CoordinatorEvent] = [event]
-        while events:
+        while events and not self._has_died(events[0]):
             for command in self._machine.handle(events.pop(0), now=self._loop.time()):
+                if self._has_died(command):
+                    break
                 events += self._carry_out(command)
         self.close()
+        if self.died.is_set():
+            return
         deadline = self._machine.deadline()
         if deadline is not None:
             self._timer = self._loop.call_at(deadline, self._handle, TimePassed())
+
+    def _has_died(self, at: CoordinatorEvent | CoordinatorCommand) -> bool:
+        if self._dies(at):
+            self.died.set()
+        return self.died.is_set()
 
     def _carry_out(self, command: CoordinatorCommand) -> Iterable[CoordinatorEvent]:
         match command:
@@ -254,14 +269,14 @@ class Cluster(control_pb2_grpc.ControlServicer, checkpoint_pb2_grpc.CheckpointSe
 
 
 @asynccontextmanager
-async def cluster(disk: Disk) -> AsyncIterator[Cluster]:
-    """A coordinator that listens."""
-    here = Cluster(disk)
+async def cluster(disk: Disk, *, dies: Moment = lambda _: False, port: int = 0) -> AsyncIterator[Cluster]:
+    """A coordinator that listens; at `port`, where workers find it that knew another one."""
+    here = Cluster(disk, dies)
 
     def attach(server: aio.Server) -> None:
         control_pb2_grpc.add_ControlServicer_to_server(here, server)
         checkpoint_pb2_grpc.add_CheckpointServicer_to_server(here, server)
 
-    async with listening(attach) as here.port:
+    async with listening(attach, port=port) as here.port:
         yield here
     here.close()

@@ -145,14 +145,14 @@ class Compute:
         """Draw samples by this choice from now on: selections are over."""
         self._end_selection()
         if self.holding is not None:
+            for chunk in self._here(self.holding.job_id):
+                chunk.drop_kept()
             self.holding.draw_by(choice)
 
     def _end_selection(self) -> None:
         self._looked_at = None
         self.traits.forget()
         self._left.labels = {key: x for key, x in self._left.labels.items() if not key[0].outlasts_steps}
-        for chunk in () if self.holding is None else self.holding.chunks.values():
-            chunk.drop_kept()
 
     def forget(self) -> None:
         """Hold nothing."""

@@ -11,6 +11,8 @@ Feature = Literal["last_layer", "logits", "inputs"]
 ChoiceShare = Literal["row", "first_alive"]
 """Models by which rows are compared where several train side by side: each by its own, or the first one's that is
 left."""
+_AHEAD = 4
+"""Part of the steps between two choices beside which the second is made: one in so many."""
 
 
 class CoresetSpec(Spec):
@@ -41,8 +43,8 @@ class CoresetSpec(Spec):
     """Choice for each trial of an array, by its own model; or one for all of them, by the model of the first that was
     not retired. A single choice takes as little time as one trial's, and is nobody else's own."""
     beside: bool = True
-    """Whether the next choice is made while steps go on, where the plan leaves workers idle: of parameters some steps
-    older. Say false where a job is to choose the same whoever dies amid a choice."""
+    """Whether the next choice is made while steps go on, in time that the plan leaves workers idle: of parameters as
+    they are when the last quarter of the steps before it begins. Say false on workers that are never idle."""
     max_overhead: Annotated[float, Field(gt=0, le=1_000_000)] = 0.25
     """Seconds of a choice, as a share of those of the training since the one before, above which choices come half as
     often from then on. Raise it if every choice is worth its time."""
@@ -74,6 +76,14 @@ class CoresetSpec(Spec):
     def follows_model(self) -> bool:
         """Whether choices are made along the run, by what the model makes of rows."""
         return self.method == "craig" and self.feature != "inputs"
+
+    def steps_ahead(self, interval: int) -> int:
+        """Steps before a choice is due at which rows are looked at for it, the last choice being `interval` steps ago.
+
+        >>> CoresetSpec(method="craig").steps_ahead(50), CoresetSpec(method="craig", beside=False).steps_ahead(50)
+        (12, 0)
+        """
+        return interval // _AHEAD if self.beside else 0
 
     def num_picks(self, num_rows: int) -> int:
         """Rows of a choice among so many.

@@ -3,6 +3,8 @@
 The rows of an array are trials, each of which counts its own steps; any other job is as an array of one row, number 0.
 """
 
+from dataclasses import dataclass
+
 from skein.config.job import ArrayJob
 from skein.plan.sweeping.choosing import (
     asked_rows,
@@ -16,6 +18,27 @@ from skein.protocol.log.records import CoresetChosen
 from skein.protocol.log.row_choices import choice_by_row
 from skein.protocol.messages.coresets import DrawingRow
 from skein.types import Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLook:
+    """Look at all rows for a choice: by parameters at `version`, for samples that are drawn from version `due` on."""
+
+    version: Step
+    due: Step
+
+
+def next_look(job: JobHistory) -> RowLook | None:
+    """The look for the next choice; None: no choice is made any more.
+
+    Rounds of an array leave nobody idle, so its rows are looked at when a choice is due.
+    """
+    due = choice_due_at(job)
+    if due is None:
+        return None
+    since = job.chosen[-1].version if job.chosen else Step(0)
+    lead = 0 if isinstance(job.spec, ArrayJob) else job.spec.data.coreset.steps_ahead(due - since)
+    return RowLook(version=Step(due - lead), due=due)
 
 
 def choice_due_at(job: JobHistory) -> Step | None:

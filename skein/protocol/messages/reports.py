@@ -81,13 +81,15 @@ class Beat:
 class Ack:
     """Adopted a generation: all that this worker holds. Nothing older will be acted on.
 
-    `backups` are copies in memory that nobody computes with.
+    `backups` are copies in memory that nobody computes with, `kept` parameters of older versions by which rows are
+    looked at.
     """
 
     generation: Generation
     chunks: tuple[ChunkVersion, ...]
     progress: tuple[ChunkProgress, ...]
     backups: tuple[ChunkVersion, ...]
+    kept: tuple[ChunkVersion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

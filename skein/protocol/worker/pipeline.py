@@ -17,6 +17,7 @@ Rules of this file
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from skein.numeric.sums import exact_sum
@@ -63,6 +64,9 @@ class Carried:
     """Balances of the experts here, of microbatches that have gone forward."""
 
 
+NEVER = Step(-1)
+"""Version of a selection before the first."""
+NONE_KEPT: Mapping[StageIndex, Step] = MappingProxyType({})
 NOTHING = Carried(ledger=(), held={}, losses={}, balances={})
 
 
@@ -163,10 +167,19 @@ class Occupancy(NamedTuple):
 
 
 class Pipeline:
-    """The compute ops of one worker under one generation. It knows one step at a time, `step`."""
+    """The compute ops of one worker under one generation. It knows one step at a time, `step`.
+
+    `kept`: older versions of which chunks here have kept parameters, for a selection.
+    """
 
     def __init__(
-        self, worker: WorkerId, chunks: Iterable[ChunkAssignment], schedule: Schedule, step: Step
+        self,
+        worker: WorkerId,
+        chunks: Iterable[ChunkAssignment],
+        schedule: Schedule,
+        step: Step,
+        *,
+        kept: Mapping[StageIndex, Step] = NONE_KEPT,
     ) -> None:
         self.worker = worker
         self.step = step
@@ -175,7 +188,8 @@ class Pipeline:
             planned.setdefault(op.stage, []).append(_Listed(position, op))
         self._chunks = {x.stage.index: _Chunk(x, planned.get(x.stage.index, ())) for x in chunks}
         self._evaluation = Scoring(self._chunks, Phase.EVALUATE, step)
-        self._selection = self._selection_at(step)
+        self._kept = kept
+        self._selection = self._selection_at(NEVER)
         self._selected: Step | None = None
         """Version of the newest selection that is over."""
         self._seen: set[HopKey] = set()
@@ -235,16 +249,20 @@ class Pipeline:
             depths[OpKind.LOSS.value] += scoring.num_losses
         return depths
 
-    def begin(self, phase: Phase, origins: Iterable[Origin]) -> None:
-        """Make the microbatches that start here ready at their first hop; one evaluation is at a time."""
+    def begin(self, phase: Phase, origins: Iterable[Origin], version: Step | None = None) -> None:
+        """Make the microbatches that start here ready at their first hop; one evaluation is at a time.
+
+        `version`: of the parameters, if that is not the step's.
+        """
+        step = self.step if version is None else version
         if not phase.trains:
-            self._turn_to(phase, self.step)  # Where no path begins, what was scored before is still here.
+            self._turn_to(phase, step)  # Where no path begins, what was scored before is still here.
         for origin in origins:
             self.arrive(
                 HopTensor(
                     direction=Direction.FORWARD,
                     phase=phase,
-                    step=self.step,
+                    step=step,
                     microbatch=origin.microbatch,
                     hop=0,
                     path=origin.path,
@@ -260,7 +278,8 @@ class Pipeline:
         if at.worker != self.worker or chunk is None:
             return False
         if tensor.outlasts_steps:
-            return self._selection.step < tensor.step == self.step or self.is_selecting(tensor.step)
+            is_here = tensor.step in (self.step, self._kept.get(at.stage))
+            return (is_here and tensor.step > self._selection.step) or self.is_selecting(tensor.step)
         return not tensor.phase.trains or _planned(tensor) in chunk.planned
 
     def arrive(self, tensor: HopTensor) -> tuple[HopTensor, ...]:

@@ -98,9 +98,16 @@ class Steps:
         self._evaluations.stop()
         self._queue.clear()
 
+    @property
+    def kept(self) -> tuple[ChunkVersion, ...]:
+        """Parameters of older versions that are kept of what is held."""
+        held = (*self.chunks, *self._given_up)
+        return tuple(x for x in self._evaluations.kept if x.stage in held and x.version < self.version)
+
     def forget(self) -> None:
         """The job is over: nothing is held."""
         self.stop()
+        self._evaluations.forget()
         self.version = Step(0)
         self.chunks = self._given_up = ()
         self._assign = None
@@ -164,6 +171,7 @@ class Steps:
     def hold(self, assign: Assign) -> None:
         """Hold what was built, whatever generation asked for it. Of the step in progress, what `assign` says stays."""
         self._keep(assign.resumption)
+        self._evaluations.hold(assign)
         held = (*self.chunks, *self._given_up) if assign.version == self.version else ()
         self.version = assign.version
         self._told.clear()
@@ -187,7 +195,8 @@ class Steps:
         """The generation's own chunks are here: ready to begin."""
         self._assign = assign
         self._exchanges.settle(assign.groups, self.chunks)
-        self.pipeline = Pipeline(self._me, assign.chunks, assign.schedule, self.version)
+        kept = {x.stage.index: x.version for x in self.kept if x.stage in self.chunks}
+        self.pipeline = Pipeline(self._me, assign.chunks, assign.schedule, self.version, kept=kept)
         self._resumption = assign.resumption
         if assign.resumption is not None:
             self.pipeline.resume(self._carried, assign.resumption.schedule)
@@ -221,7 +230,7 @@ class Steps:
             return
         if self._evaluations.is_to_look(self.version):
             self._given_up = ()
-            self._evaluations.look(self.pipeline, self._assign)
+            self._evaluations.look(self.pipeline, self._assign, self.version)
         asked = self._to_begin
         if isinstance(asked, Start) and asked.step == self.version:
             self._to_begin = None

@@ -353,7 +353,11 @@ class Worker:
         chunks, progress = self._steps.fenced()
         self._standing.tell(
             reports.Ack(
-                generation=self.generation, chunks=chunks, progress=progress, backups=self._copies.held
+                generation=self.generation,
+                chunks=chunks,
+                progress=progress,
+                backups=self._copies.held,
+                kept=self._steps.kept,
             )
         )
 

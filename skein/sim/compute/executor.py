@@ -205,7 +205,7 @@ class SimExecutor:
         self._given_up |= {chunk.stage: chunk for chunk in self.chunks.values()}
         self.times = times
         self.choices = assign.choices
-        self.rows.end()
+        self.rows.built(assign.chunks)
         self._visits = visits
         self._members = {group.group: group.members for group in assign.groups}
         before = self.chunks
@@ -272,6 +272,7 @@ class SimExecutor:
     def forget(self) -> None:
         """Drop everything."""
         self.chunks = {}
+        self.rows.end()
         self._given_up.clear()
         self._joined.clear()
 
@@ -290,7 +291,8 @@ class SimExecutor:
         if missing:
             raise Violated(f"{self.worker} begins {op} without {missing}")
         if isinstance(op, ComputeOp) and op.phase.outlasts_steps:
-            self.rows.begins(op, self.chunks[op.chunk.stage].version)
+            chunk = self.chunks[op.chunk.stage]
+            self.rows.begins(op, chunk.stage, chunk.version)
 
     def _boundary_bytes(self, op: ComputeOp) -> int:
         times = self.times[op.chunk.stage]

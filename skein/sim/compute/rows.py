@@ -1,6 +1,6 @@
 """Rows that simulated workers choose of: features are drawn by the row and the version, and some are not finite."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +10,10 @@ from skein.config.job import JobSpec
 from skein.numeric.coreset.distributed import Candidates
 from skein.numeric.coreset.features import last_layer
 from skein.numeric.coreset.portions import Picking, pick_candidates
+from skein.protocol.messages.directives import ChunkAssignment, SourceKind
 from skein.protocol.worker.ops import ComputeOp
 from skein.sim.judging.invariants import Violated
-from skein.types import MicrobatchId, Step
+from skein.types import MicrobatchId, StageSpec, Step
 
 NUM_ROWS = 120
 """Training rows of a job that chooses among them."""
@@ -34,16 +35,27 @@ class SimRows:
 
     Attributes:
         looked_at: microbatches of training rows whose features are here.
-        kept_version: version of which a selection is computed, whatever steps are applied; None: there is none.
+        kept: versions of which a selection is computed, whatever steps are applied, by the chunk that has a copy.
     """
 
     def __init__(self) -> None:
         self.looked_at: set[MicrobatchId] = set()
-        self.kept_version: Step | None = None
+        self.kept: dict[StageSpec, Step] = {}
+
+    def keep(self, version: Step, versions: Mapping[StageSpec, Step]) -> None:
+        """Keep a copy of chunks that are at this version; `versions` are those of all that are here."""
+        self.kept |= {stage: version for stage, now in versions.items() if now == version}
+
+    def built(self, chunks: Iterable[ChunkAssignment]) -> None:
+        """Another generation has begun: what stays where it is has its copies still."""
+        self.looked_at.clear()
+        for chunk in chunks:
+            if chunk.source.kind is not SourceKind.KEEP:
+                self.kept.pop(chunk.stage, None)
 
     def end(self) -> None:
-        """No selection goes on: rows are chosen, or another generation has begun."""
-        self.kept_version = None
+        """Rows are chosen."""
+        self.kept.clear()
         self.looked_at.clear()
 
     def give_away(self) -> frozenset[MicrobatchId]:
@@ -51,14 +63,14 @@ class SimRows:
         found, self.looked_at = frozenset(self.looked_at), set()
         return found
 
-    def begins(self, op: ComputeOp, version: Step) -> None:
+    def begins(self, op: ComputeOp, stage: StageSpec, version: Step) -> None:
         """A chunk at `version` computes an op of a selection.
 
         Raises:
             Violated: parameters of the selection's version are not here.
         """
-        if op.step not in (version, self.kept_version):
-            raise Violated(f"a chunk at version {version} begins {op}, with {self.kept_version} kept")
+        if op.step not in (version, self.kept.get(stage)):
+            raise Violated(f"{stage} at version {version} begins {op}, with {self.kept.get(stage)} kept")
 
 
 def picked_by(

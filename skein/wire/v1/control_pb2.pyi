@@ -854,6 +854,7 @@ class Ack(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     BACKUPS_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkVersion]: ...
@@ -861,6 +862,8 @@ class Ack(_message.Message):
     def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkProgress]: ...
     @_builtins.property
     def backups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkVersion]: ...
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkVersion]: ...
     def __init__(
         self,
         *,
@@ -868,10 +871,11 @@ class Ack(_message.Message):
         chunks: _abc.Iterable[Global___ChunkVersion] | None = ...,
         progress: _abc.Iterable[Global___ChunkProgress] | None = ...,
         backups: _abc.Iterable[Global___ChunkVersion] | None = ...,
+        kept: _abc.Iterable[Global___ChunkVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backups", b"backups", "chunks", b"chunks", "generation", b"generation", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backups", b"backups", "chunks", b"chunks", "generation", b"generation", "kept", b"kept", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -104,22 +104,32 @@ class Boundary:
                 self._stopping.save_placed(self._plan())
             else:
                 self._fence.give_up_or_wait(change or "", now=now)
+        elif change is not None and parts.selecting.is_behind:
+            # Under another plan not everybody may have the parameters by which rows are being looked at.
+            self._choose(now=now)
         elif change is not None:
             # Between steps whatever was chosen can be put in place; without that, what is here can go on.
             self._fence.change(change, may_go_on=parts.improving.wish == change, now=now)
         elif parts.selecting.is_due() and parts.selecting.settle(now=now):
             self.go_on(now=now)
         elif parts.selecting.is_due():
-            self._course.evaluate(Phase.SELECT)
-            parts.selecting.begin(self._plan(), now=now)
+            self._choose(now=now)
         else:
             self._start_step(now=now)
 
+    def _choose(self, *, now: float) -> None:
+        """Have rows chosen, training standing still."""
+        self._course.evaluate(Phase.SELECT)
+        self._parts.selecting.begin(self._plan(), now=now)
+
     def chose(self, made: RowsChosen, *, now: float) -> None:
         """Rows were chosen: record them, and draw samples of them; beside steps, once they are due."""
-        if not self._course.is_selecting:
-            self._parts.selecting.keep(made, now=now)
-        elif self._parts.selecting.chose(made, now=now):
+        selecting, is_selecting = self._parts.selecting, self._course.is_selecting
+        if selecting.is_ahead or not is_selecting:
+            selecting.keep(made, now=now)
+            if is_selecting:
+                self.go_on(now=now)
+        elif selecting.chose(made, now=now):
             self.go_on(now=now)
 
     def evaluated(self, worker: WorkerId, report: EvaluationDone, *, now: float) -> None:
@@ -159,6 +169,7 @@ class Boundary:
     def _begin_step(self, *, now: float) -> None:
         parts = self._parts
         self._course.step()
+        parts.selecting.look_ahead(self._plan(), now=now)
         parts.stepping.begin(now=now)
         parts.improving.step_begins(now=now)
         parts.backups.step_begins(self._plan(), parts.candidates(), step_s=parts.measured.step_s)
@@ -216,7 +227,6 @@ class Boundary:
         parts.members.send_placed(commit)
         self._save_if_due(now=now)
         if goes_on:
-            parts.selecting.look_ahead(self._plan(), now=now)
             self._begin_step(now=now)
         else:
             self.go_on(now=now)

@@ -1,9 +1,10 @@
 """Evaluations that a worker was asked for: when they begin, and what is told of their end.
 
-A selection begins at its version, and goes on beside steps until rows are chosen.
+A selection begins at its version, and goes on beside steps until rows are chosen. Parameters of that version are kept
+till then, whatever generations come, so that under another one it may begin anew.
 """
 
-from skein.protocol.messages.directives import Assign, Evaluate
+from skein.protocol.messages.directives import Assign, ChunkVersion, Evaluate, SourceKind
 from skein.protocol.messages.reports import EvaluationDone
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.pipeline import Pipeline, evaluation_origins
@@ -22,6 +23,8 @@ class Evaluations:
         self._going_on: dict[bool, Evaluate] = {}
         """By whether it outlasts steps."""
         self._reported: set[tuple[Phase, StageIndex]] = set()
+        self.kept: tuple[ChunkVersion, ...] = ()
+        """Parameters that are kept for a selection, once steps have changed them."""
 
     def stop(self) -> None:
         """Forget what the older generation asked for."""
@@ -29,26 +32,37 @@ class Evaluations:
         self._going_on.clear()
         self._reported.clear()
 
+    def forget(self) -> None:
+        """The job is over: nothing is kept."""
+        self.kept = ()
+
+    def hold(self, assign: Assign) -> None:
+        """Chunks that stay where they are keep their copies; those that others give come without."""
+        given = {x.stage for x in assign.chunks if x.source.kind is not SourceKind.KEEP}
+        self.kept = tuple(x for x in self.kept if x.stage not in given and x.version < assign.version)
+
     def want(self, selection: Evaluate) -> None:
-        """Begin a selection once its version is here."""
+        """Begin a selection once its version is here, or at once where that is kept."""
         self._to_look = selection
 
     def is_to_look(self, version: Step) -> bool:
         """Whether a selection is to begin now."""
-        return self._to_look is not None and self._to_look.version == version
+        return self._to_look is not None and self._to_look.version <= version
 
-    def look(self, pipeline: Pipeline, assign: Assign) -> None:
-        """Begin the selection that is wanted."""
+    def look(self, pipeline: Pipeline, assign: Assign, version: Step) -> None:
+        """Begin the selection that is wanted, chunks being at `version`."""
         asked, self._to_look = self._to_look, None
         assert asked is not None
-        self._standing.commands.append(KeepParameters(version=asked.version))
+        if asked.version == version:
+            self._standing.commands.append(KeepParameters(version=version))
+            self.kept = tuple(ChunkVersion(stage=x.stage, version=version) for x in assign.chunks)
         self.begin(asked, pipeline, assign)
 
     def begin(self, asked: Evaluate, pipeline: Pipeline, assign: Assign) -> None:
         """Begin what was asked for."""
         self._reported = {about for about in self._reported if about[0] is not asked.phase}
         self._going_on[asked.phase.outlasts_steps] = asked
-        pipeline.begin(asked.phase, evaluation_origins(assign, asked))
+        pipeline.begin(asked.phase, evaluation_origins(assign, asked), asked.version)
         self.report(asked.phase, pipeline, assign)
 
     def committed(self) -> None:
@@ -59,6 +73,7 @@ class Evaluations:
     def selected(self, pipeline: Pipeline | None) -> None:
         """Rows are chosen: no selection goes on any longer."""
         self._to_look = None
+        self.kept = ()
         self._going_on.pop(True, None)
         if pipeline is not None:
             pipeline.selected()
