@@ -137,6 +137,8 @@ WRONG_VALUES = {
             "it belongs to router: xmoe, and this is sigmoid: leave it out",
             "router: sigmoid, noise: 1": "noise: 1.0: "
             "it belongs to router: gshard, and this is sigmoid: leave it out",
+            "router: sigmoid, random_second: true": "random_second: True: "
+            "it belongs to router: gshard, and this is sigmoid: leave it out",
             "router: gshard, noise: 0": "noise: 0: give a number above 0 and at most 100, or null",
             "slots: 2": "slots: 2: it belongs to router: softmoe, and this is softmax_topk: leave it out",
         }.items()
@@ -145,6 +147,9 @@ WRONG_VALUES = {
     "transformers has no such router, so neither init_from nor exports have: give softmax_topk for them",
     "model={family: mixtral, init_from: /x, routing: {router: gshard, noise: 1}}": "model.routing.noise: 1.0: "
     "transformers has no noise on scores, so neither init_from nor exports have: leave it out for them",
+    "model={family: qwen3_moe, preset: qwen3-moe-30m, routing: {router: gshard, random_second: true}}": ""
+    "model.routing.random_second: True: it is the second of two, and num_experts_per_tok is 4: "
+    "give 2 of these, or leave it out",
     "model={family: mixtral, shape: {num_experts_per_tok: 9}}": "model.shape.num_experts_per_tok: 9: "
     "there are 8 experts: give at most so many",
     "model.shape.hidden_size=7": "model.shape.hidden_size: 7: give a whole number from 8 to 65536",

@@ -220,8 +220,14 @@ def built(text: FilePath, labs: list[Lab]) -> Callable[..., Unlike]:
 NOISY = RoutingSpec(router=RouterKind.GSHARD, noise=1.0, balance_coefficient=0.5)
 
 
-def test_whoever_computes_again_draws_the_noise_of_the_first_one(text: FilePath, labs: list[Lab]) -> None:
-    labs.append(Lab(sparse_job(text, stages=2, replicas=2, num_chosen=2, routing=NOISY)))
+RANDOM = RoutingSpec(router=RouterKind.GSHARD, random_second=True, balance_coefficient=0.5, capacity=1.0)
+
+
+@pytest.mark.parametrize("routing", [NOISY, RANDOM], ids=["noise", "second"])
+def test_whoever_computes_again_draws_what_the_first_one_drew(
+    text: FilePath, labs: list[Lab], routing: RoutingSpec
+) -> None:
+    labs.append(Lab(sparse_job(text, stages=2, replicas=2, num_chosen=2, routing=routing)))
     lab = Stoppable(labs[-1])
     lab.begin(random.Random(0))
     lab.run()
@@ -235,10 +241,17 @@ def test_whoever_computes_again_draws_the_noise_of_the_first_one(text: FilePath,
         assert difference(lab.sums(), wanted) < 1e-12
 
 
-def test_noise_is_drawn_alike_in_any_cut(text: FilePath, labs: list[Lab]) -> None:
-    jobs = [sparse_job(text, stages=stages, num_chosen=2, routing=NOISY) for stages in (1, 2, 4)]
-    quiet = NOISY.model_copy(update={"noise": 1e-3})
-    labs += [Lab(job) for job in (*jobs, sparse_job(text, stages=1, num_chosen=2, routing=quiet))]
+@pytest.mark.parametrize(
+    ("routing", "quiet"),
+    [(NOISY, {"noise": 1e-3}), (RANDOM, {"random_second": False})],
+    ids=["noise", "second"],
+)
+def test_chance_is_alike_in_any_cut(
+    text: FilePath, labs: list[Lab], routing: RoutingSpec, quiet: dict[str, object]
+) -> None:
+    jobs = [sparse_job(text, stages=stages, num_chosen=2, routing=routing) for stages in (1, 2, 4)]
+    without = routing.model_copy(update=quiet)
+    labs += [Lab(job) for job in (*jobs, sparse_job(text, stages=1, num_chosen=2, routing=without))]
     wanted, *found, other = ([lab.step(step).loss for step in range(3)] for lab in labs)
     for losses in found:
         assert losses == pytest.approx(wanted, rel=1e-10)

@@ -98,7 +98,9 @@ class Experts:
         if self.mixes_tokens:
             return None
         if row.tokens_choose:
-            return Choices(shape=(num_tokens, self.num_chosen), most=self.num_experts - 1)
+            # One more number is nobody's: of a second expert that chance leaves out.
+            most = self.num_experts if self.routing.random_second else self.num_experts - 1
+            return Choices(shape=(num_tokens, self.num_chosen), most=most)
         return Choices(shape=(self.num_experts, self.best_tokens(num_tokens)), most=num_tokens - 1)
 
     @property

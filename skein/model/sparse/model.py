@@ -30,11 +30,13 @@ class SparseModel(DecoderModel):
     def _check_begins_alike(self) -> Self:
         if self.init_from is not None:
             self._check_known_outside("routing")
+        self._check_second("routing")
         return self
 
     def begun(self, config: Mapping[str, object]) -> Self:
         made = super().begun(config)
         made._check_known_outside("model.routing")
+        made._check_second("model.routing")
         return made
 
     def hugging_face(self) -> dict[str, object]:
@@ -56,6 +58,17 @@ class SparseModel(DecoderModel):
         if not is_known:
             hint = "transformers has no such router, so neither init_from nor exports have: give softmax_topk for them"
             raise UserError(f"{field}.router", router.value, hint)
+
+    def _check_second(self, field: str) -> None:
+        """
+        Raises:
+            UserError: a second expert shall be drawn, and tokens have not two; `field` names the routing.
+        """
+        if not self.routing.random_second or (self.shape is None and self.preset is None):
+            return  # Sizes come with the weights that it begins from.
+        if (num_chosen := self.experts.num_chosen) != 2:
+            hint = f"it is the second of two, and num_experts_per_tok is {num_chosen}: give 2 of these, or leave it out"
+            raise UserError(f"{field}.random_second", True, hint)
 
     @property
     def experts(self) -> Experts:

@@ -90,7 +90,7 @@ ROUTERS: Mapping[RouterKind, RouterRow] = MappingProxyType(
             weighs_by_chances=False,
             is_exportable=True,
             always_divides=True,
-            own_settings=("noise",),
+            own_settings=("noise", "random_second"),
             matrices=_noisy,
         ),
         RouterKind.SIGMOID: RouterRow(weighs_by_chances=False),
@@ -121,6 +121,9 @@ class RoutingSpec(Spec):
     noise: Annotated[float, Field(gt=0, le=100)] | None = None
     """Factor of the noise on gshard's scores in training, of which the router learns how much each expert's has; null:
     none. Give 1 if few experts take most tokens though a balance loss counts."""
+    random_second: bool = False
+    """Let each token of a training microbatch have gshard's second expert by chance, twice its weight, so that those of
+    little weight leave room. Give it where a `capacity` drops much; a token has two experts then."""
     projection: Annotated[int, Field(ge=1, le=65_536)] | None = None
     """Features in which xmoe compares tokens with experts; null: half as many as there are experts."""
     temperature: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -135,7 +138,7 @@ class RoutingSpec(Spec):
         row, usual = self.router.row, RoutingSpec.model_fields
         owners = {name: kind for kind, other in ROUTERS.items() for name in other.own_settings}
         for name, owner in owners.items():
-            if owner is not self.router and getattr(self, name) is not None:
+            if owner is not self.router and getattr(self, name) != usual[name].default:
                 hint = f"it belongs to router: {owner}, and this is {self.router}: leave it out"
                 raise UserError(name, getattr(self, name), hint)
         for name in () if row.tokens_choose else _OF_CHOICES:

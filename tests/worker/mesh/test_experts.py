@@ -62,8 +62,14 @@ def routed(kind: RouterKind) -> SparseModel:
     return mixtral().model_copy(update={"routing": routing})
 
 
-def noisy() -> SparseModel:
-    routing = RoutingSpec(router=RouterKind.GSHARD, noise=1.0, balance_coefficient=0.5, capacity=1.0)
+def by_chance(*, noise: float | None = None, random_second: bool = False) -> SparseModel:
+    routing = RoutingSpec(
+        router=RouterKind.GSHARD,
+        noise=noise,
+        random_second=random_second,
+        balance_coefficient=0.5,
+        capacity=1.0,
+    )
     return mixtral().model_copy(update={"routing": routing})
 
 
@@ -88,7 +94,8 @@ MODELS: dict[str, SparseModel] = {
     "top 1, room for 1": mixtral(num_chosen=1, capacity=1.0),
     **{f"top 2, room for 1, {order}": mixtral(capacity=1.0, drop=order) for order in DropOrder},
     **{str(kind): routed(kind) for kind in RouterKind if kind is not RouterKind.SOFTMAX_TOPK},
-    "gshard, noise": noisy(),
+    "gshard, noise": by_chance(noise=1.0),
+    "gshard, random second": by_chance(random_second=True),
 }
 
 

@@ -21,7 +21,7 @@ from tests.worker.model.test_experts import EXPERTS, ROUNDING, gradients, sparse
 from worker.model.base import Crossing, Labels, Stage
 from worker.model.pending import add_up, held_bytes
 from worker.model.sparse.choosing import slots_of
-from worker.model.sparse.junction import Junction
+from worker.model.sparse.junction import Junction, RoutedMicrobatch
 from worker.model.sparse.layer import SparseMlp
 from worker.model.sparse.routers import ROUTES, ChosenWay, Routed
 from worker.model.sparse.rows import slices_of
@@ -191,26 +191,36 @@ def test_results_gradients_and_balance_losses_are_those_of_plain_torch(
 LUCK, FIRST_LAYER = 11, 3
 
 
-def noisily_fed(module: SparseMlp, x_ND: Tensor, noise: float) -> Tensor:
-    """Noisy gshard by plain torch, token by token."""
-    num_experts = module.sizes.num_experts
+def fed_by_chance(module: SparseMlp, x_ND: Tensor) -> Tensor:
+    """Gshard with noise, and a second expert by chance, by plain torch, token by token."""
+    num_experts, asked = module.sizes.num_experts, module.sizes.routing
     drawn = stream(LUCK, FIRST_LAYER).standard_normal((len(x_ND), num_experts))
+    coins = 1 - stream(LUCK, FIRST_LAYER, "second").random(len(x_ND))
     rows = []
-    for x_D, numbers in zip(x_ND, torch.from_numpy(drawn), strict=True):
-        scores, scales = (module.get_parameter("gate.weight") @ x_D).split(num_experts)
-        best, choices = (scores + noise * numbers * torch.log1p(scales.exp())).topk(module.sizes.num_chosen)
-        made = [fed(module, expert, x_D[None])[0] for expert in choices.tolist()]
-        rows.append(sum(w * y for w, y in zip(best.softmax(0), made, strict=True)))
+    for x_D, numbers, coin in zip(x_ND, torch.from_numpy(drawn), coins, strict=True):
+        scores = (module.get_parameter("gate.weight") @ x_D).split(num_experts)
+        noise = asked.noise * numbers * torch.log1p(scores[1].exp()) if asked.noise else 0
+        best, (first, second) = (scores[0] + noise).topk(2)
+        weights = best.softmax(0)
+        y_D = weights[0] * fed(module, int(first), x_D[None])[0]
+        if not asked.random_second or 2 * float(weights[1].detach()) > coin:
+            y_D = y_D + weights[1] * fed(module, int(second), x_D[None])[0]
+        rows.append(y_D)
     return torch.stack(rows)
 
 
-def test_noise_on_scores_is_that_of_the_definition_and_belongs_to_the_microbatch_and_the_layer() -> None:
-    module, other = (sparse(experts_of(RouterKind.GSHARD, noise=2.0)) for _ in range(2))
+@pytest.mark.parametrize(
+    "settings", [{"noise": 2.0}, {"random_second": True}, {"noise": 2.0, "random_second": True}], ids=str
+)
+def test_chance_is_that_of_the_definition_and_belongs_to_the_microbatch_and_the_layer(
+    settings: dict[str, object],
+) -> None:
+    module, other = (sparse(experts_of(RouterKind.GSHARD, **settings)) for _ in range(2))
     x, same = (tokens().requires_grad_() for _ in range(2))
     module.junction = Junction(FIRST_LAYER)
     with module.junction.visited(4, luck=LUCK) as visit:
         y = module(x)
-    wanted = noisily_fed(other, same.flatten(0, -2), noise=2.0).view(same.shape)
+    wanted = fed_by_chance(other, same.flatten(0, -2)).view(same.shape)
     assert_near(y.detach(), wanted.detach(), tolerance=1e-10)
     torch.autograd.backward([y, wanted], [wanted.detach()] * 2)
     assert same.grad is not None
@@ -232,6 +242,75 @@ def test_noise_on_scores_is_that_of_the_definition_and_belongs_to_the_microbatch
         for name, parameter in silent.experts.named_parameters():
             parameter.copy_(module.experts.get_parameter(name))
         assert torch.equal(module(x), silent(x))
+
+
+class Cast(Junction):
+    """Has drawn these numbers of the tokens of `CHANCES`."""
+
+    def __init__(self, *coins: float) -> None:
+        super().__init__()
+        self._coins = torch.tensor(coins, dtype=torch.float64)
+
+    def evenly_drawn(self, num_tokens: int) -> Tensor:
+        assert len(self._coins) == num_tokens
+        return self._coins
+
+
+def second_of(
+    junction: Junction, told: list[list[int]] | None = None, **settings: object
+) -> tuple[ChosenWay, RoutedMicrobatch]:
+    """Way of the tokens of `CHANCES`, whose second experts weigh 1/3, 1/3, 3/7 and 1/2, and what is told of it."""
+    experts = experts_of(RouterKind.GSHARD, random_second=True, **settings)
+    given = None if told is None else torch.tensor([told], dtype=torch.uint8)
+    with junction.visited(4, told=given) as visit:
+        scores = torch.tensor(CHANCES, dtype=torch.float64).log()
+        routed = ROUTES[RouterKind.GSHARD](scores, experts, junction)
+    assert isinstance(routed, Routed)
+    return routed.way(experts.num_experts), visit
+
+
+def test_a_second_expert_is_taken_if_twice_its_weight_is_above_what_is_drawn() -> None:
+    way, visit = second_of(Cast(0.66, 0.67, 0.86, 0.99))
+    assert choices_by_expert(way) == [[0, 2, 3], [0, 1, 3], [], []]
+    # What is left out leaves the first one's weight as it is.
+    assert_near(
+        way.weights_NK, torch.tensor(WEIGHTS[RouterKind.GSHARD], dtype=torch.float64), tolerance=ROUNDING
+    )
+    # The number of experts is nobody's; nobody counts nowhere.
+    assert [made.tolist() for made in visit.made] == [[[0, 1], [1, 4], [0, 4], [0, 1]]]
+    assert visit.counts == [(3, 3, 0, 0)]
+    assert visit.losses == [pytest.approx(4 * (3 * 1.275 + 3 * 1.3) / 6 / 4, rel=1e-14)]
+
+
+@pytest.mark.parametrize(
+    ("order", "kept"),
+    [
+        # Without chance token 0 would be the second one at expert 1.
+        (DropOrder.CHOICE_MAJOR, [[0, 2], [1, 2], [1], []]),
+        (DropOrder.TOKEN_MAJOR, [[0, 2], [1, 2], [1], []]),
+        (DropOrder.PROBS, [[0, 2], [1, 3], [1], []]),
+    ],
+)
+def test_a_second_expert_that_is_left_out_leaves_its_place_to_others(
+    order: DropOrder, kept: list[list[int]]
+) -> None:
+    way, visit = second_of(Cast(0.67, 0.66, 0.85, 0.99), capacity=1.0, drop=order)
+    assert choices_by_expert(way) == kept
+    assert (visit.num_choices, visit.num_dropped) == (7, 2)
+
+
+def test_a_second_expert_is_left_out_as_elsewhere_only_where_chance_nearly_says_so() -> None:
+    told = [[0, 4], [1, 4], [0, 1], [1, 4]]
+    way, visit = second_of(Cast(2 / 3 - 1e-6, 0.1, 0.9, 0.999), told)
+    # By a hair; not at all; not at all; and of two that score alike the other one alone.
+    assert [made.tolist() for made in visit.made] == [[[0, 4], [1, 2], [0, 4], [1, 4]]]
+    assert choices_by_expert(way) == [[0, 2], [1, 3], [1], []]
+    assert_near(
+        way.weights_NK, torch.tensor(WEIGHTS[RouterKind.GSHARD], dtype=torch.float64), tolerance=ROUNDING
+    )
+    # That nobody comes first says no honest router, but it harms none.
+    way, _ = second_of(Cast(0.66, 0.67, 0.86, 0.999), [[0, 1], [1, 4], [0, 4], [4, 1]])
+    assert choices_by_expert(way)[:2] == [[0, 2], [0, 1, 3]]
 
 
 Step = tuple[float, float, float]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from numpy.random import Generator
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
@@ -32,7 +33,7 @@ class RoutedMicrobatch:
     counts: list[tuple[int, ...]] = field(default_factory=list)
     """Choices of each expert, layer by layer, those that are dropped too."""
     luck: int | Tensor | None = None
-    """Seed of noise on its scores, of the microbatch whoever routes it, or of what is dropped of its first sample;
+    """Seed of what routers draw, of the microbatch whoever routes it, or of what is dropped of its first sample;
     None: nothing is drawn."""
     told: Tensor | None = None
     """Choices of all layers as they were made elsewhere, which hold; None: each layer makes its own."""
@@ -100,11 +101,18 @@ class Junction:
 
     def drawn(self, like_NE: Tensor) -> Tensor:
         """Standard normal numbers for a layer's scores: of a microbatch and layer the same, wherever they are drawn."""
+        return torch.from_numpy(self._stream().standard_normal(like_NE.shape)).to(like_NE)
+
+    def evenly_drawn(self, num_tokens: int) -> Tensor:
+        """Numbers above 0 and at most 1 in float64, one of each token of a layer: likewise the same everywhere."""
+        return 1 - torch.from_numpy(self._stream("second").random(num_tokens))
+
+    def _stream(self, *names: str) -> Generator:
+        """Stream of numbers for a layer of the microbatch, which has not settled its choices yet."""
         visit = self._visit
-        assert visit is not None, "noise belongs to training"
-        assert isinstance(visit.luck, int), "noise without a seed"
-        layer = self._first_layer + len(visit.made)
-        return torch.from_numpy(stream(visit.luck, layer).standard_normal(like_NE.shape)).to(like_NE)
+        assert visit is not None, "chance belongs to training"
+        assert isinstance(visit.luck, int), "chance without a seed"
+        return stream(visit.luck, self._first_layer + len(visit.made), *names)
 
     def settled(self, choices: Tensor, scores: Tensor, form: Choices) -> Tensor:
         """Choices of a layer that hold: those that it makes, unless it was told others that are as good.

@@ -6,7 +6,7 @@ over experts. Of equal scores the lower expert comes first, and of equal tokens 
 | router | chosen | weight |
 |---|---|---|
 | softmax_topk | each token's K largest P | P, divided by their sum if the family says so |
-| gshard | each token's K largest scores, with noise in training if asked for | softmax over the chosen scores |
+| gshard | each token's K largest scores; in training with noise, and the second by chance, if asked | their softmax |
 | sigmoid | each token's K largest scores | logistic function of the score |
 | xmoe | each token's K largest cosines | P |
 | expert_choice | each expert's ceil(K N / E) tokens of the largest P | P |
@@ -172,10 +172,46 @@ def _softmax_topk(scores_NE: Tensor, experts: Experts, junction: Junction) -> Ro
 
 def _gshard(scores: Tensor, experts: Experts, junction: Junction) -> Routed:
     scores_NE = _noised(scores, experts, junction)
+    if experts.routing.random_second and junction.is_training:
+        return _with_random_second(scores_NE, experts, junction)
     choices_NK = _likeliest(scores_NE, experts, junction)
     weights_NK = scores_NE.gather(-1, choices_NK).softmax(-1)
     weights_NK = _balanced_beside(weights_NK, scores_NE, choices_NK, experts, junction)
     return _chosen(choices_NK, weights_NK, experts, junction)
+
+
+def _with_random_second(scores_NE: Tensor, experts: Experts, junction: Junction) -> Routed:
+    """Choices of two experts, or of one and nobody, whose number is E, with the weights of both experts.
+
+    Nobody has a score of its own, so that choices travel and are settled as all others are.
+
+    Source: Lepikhin et al., GShard, 2020, Section 2.2 (random routing) and Algorithm 1. What chance leaves out takes no
+    place, which is what it is for; what it leaves is not divided anew.
+    """
+    best_N2, form = likeliest(scores_NE, 2), experts.choices_of(len(scores_NE))
+    assert form is not None
+    scores_NF = _beside_nobody(scores_NE.detach(), junction)
+    choices_N2 = junction.settled(likeliest(scores_NF, 2), scores_NF, form)
+    is_taken_N2 = choices_N2 < experts.num_experts
+    left_N1 = torch.where(
+        (choices_N2 == best_N2[:, :1]).any(-1, keepdim=True), best_N2[:, 1:], best_N2[:, :1]
+    )
+    experts_N2 = torch.where(is_taken_N2, choices_N2, left_N1)
+    weights_N2 = scores_NE.gather(-1, experts_N2).softmax(-1)
+    weights_N2 = _balanced_beside(weights_N2, scores_NE, choices_N2[is_taken_N2], experts, junction)
+    kept_N2 = _with_room(choices_N2, weights_N2, experts, junction)
+    return Routed(experts_N2, weights_N2, is_taken_N2 if kept_N2 is None else kept_N2 & is_taken_N2)
+
+
+def _beside_nobody(scores_NE: Tensor, junction: Junction) -> Tensor:
+    """Scores with one more of each token, (N, E + 1), above which its second expert is taken.
+
+    Twice the weight of the second, the logistic function of how far it scores above the first, is above u, which is
+    drawn from 0 to 1, where its score is above that of the first and log(u / (2 - u)).
+    """
+    u_N1 = junction.evenly_drawn(len(scores_NE)).unsqueeze(-1)
+    nobody_N1 = scores_NE.amax(-1, keepdim=True) + (u_N1 / (2 - u_N1)).log().to(scores_NE)
+    return torch.cat([scores_NE, nobody_N1], -1)
 
 
 def _sigmoid(scores_NE: Tensor, experts: Experts, junction: Junction) -> Routed:
@@ -242,28 +278,34 @@ def _likeliest(scores_NE: Tensor, experts: Experts, junction: Junction) -> Tenso
 
 def _chosen(choices_NK: Tensor, weights_NK: Tensor, experts: Experts, junction: Junction) -> Routed:
     """Choices of tokens: in training without those that find their expert full."""
+    return Routed(choices_NK, weights_NK, _with_room(choices_NK, weights_NK, experts, junction))
+
+
+def _with_room(choices_NK: Tensor, weights_NK: Tensor, experts: Experts, junction: Junction) -> Tensor | None:
+    """Mask of the choices whose expert is not full yet, or that are nobody's; None: all are."""
     most = experts.most_choices(len(choices_NK)) if junction.is_training else None
     if most is None:
-        return Routed(choices_NK, weights_NK)
-    kept_NK = slots_of(choices_NK, weights_NK, experts.num_experts, experts.routing.drop) < most
-    junction.dropped(int((~kept_NK).sum()))
-    return Routed(choices_NK, weights_NK, kept_NK)
+        return None
+    # Nobody's choices are in a line of their own.
+    has_room_NK = slots_of(choices_NK, weights_NK, experts.num_experts + 1, experts.routing.drop) < most
+    junction.dropped(int((~has_room_NK & (choices_NK < experts.num_experts)).sum()))
+    return has_room_NK
 
 
-def _balanced(chances_NE: Tensor, choices_NK: Tensor, experts: Experts, junction: Junction) -> Tensor:
-    """The same chances, pulled at by the balance loss."""
-    counts_E = torch.bincount(choices_NK.flatten(), minlength=experts.num_experts)
+def _balanced(chances_NE: Tensor, choices: Tensor, experts: Experts, junction: Junction) -> Tensor:
+    """The same chances, pulled at by the balance loss of all these choices."""
+    counts_E = torch.bincount(choices.flatten(), minlength=experts.num_experts)
     return junction.weighed(chances_NE, counts_E, experts.routing.balance_coefficient)
 
 
 def _balanced_beside(
-    weights_NK: Tensor, scores_NE: Tensor, choices_NK: Tensor, experts: Experts, junction: Junction
+    weights_NK: Tensor, scores_NE: Tensor, choices: Tensor, experts: Experts, junction: Junction
 ) -> Tensor:
     """The same weights, whose backward lets the balance loss pull at the chances, which they are not made of."""
     if not experts.routing.balance_coefficient:
         scores_NE = scores_NE.detach()
     chances_NE = scores_NE.softmax(-1)
-    pulled_NE = _balanced(chances_NE, choices_NK, experts, junction)
+    pulled_NE = _balanced(chances_NE, choices, experts, junction)
     return weights_NK if pulled_NE is chances_NE else _beside(weights_NK, pulled_NE)
 
 
