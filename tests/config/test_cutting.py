@@ -139,7 +139,7 @@ SQUARE = "{num_attention_heads: 4, num_key_value_heads: 4, intermediate_size: 70
         (
             "{family: mixtral, preset: mixtral-1m}",
             "{form: 2d}",
-            "parallel.tensor.form: '2d': blocks of family mixtral as given are not computed in blocks: "
+            "parallel.tensor.form: '2d': experts take tokens with all features, and in blocks no device has these: "
             "give auto, or 1d",
         ),
     ],

@@ -119,7 +119,11 @@ class TensorSpec(Spec):
         hint = None
         if model.tensor_divisor == 0:
             return  # Sizes come with the weights that it begins from.
-        if not model.grid_sizes:
+        if model.has_experts:
+            hint = (
+                "experts take tokens with all features, and in blocks no device has these: give auto, or 1d"
+            )
+        elif not model.grid_sizes:
             hint = f"blocks of family {model.family} as given are not computed in blocks: give auto, or 1d"
         elif model.vocabulary_split is not VocabularySplit.OFF:
             hint = "shards of the vocabulary are whole on each device: give 1d, or parallel.vocabulary.split: off"
