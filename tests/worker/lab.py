@@ -1,7 +1,7 @@
 """Workers in one process without a network: computes, desks between them, and a step as a coordinator would run it."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -290,6 +290,8 @@ class Lab:
         }
         self.sent: list[tuple[WorkerId, WorkerId, frozenset[str]]] = []
         """Sender, receiver and names of what travelled."""
+        self.sent_bytes: Counter[tuple[WorkerId, WorkerId]] = Counter()
+        """Bytes that travelled from one worker to another."""
         self.balances: list[Balance] = []
         """What routers told of each microbatch and stage of the step so far."""
 
@@ -315,6 +317,7 @@ class Lab:
         if target != sender:
             assert not isinstance(payload, Mapping), f"{key} was not made ready to travel"
             self.sent.append((sender, target, frozenset(tensor.name for tensor in payload)))
+            self.sent_bytes[sender, target] += weight_bytes(payload)
         self.benches[target].desk.file(GENERATION, key, payload)  # type: ignore[arg-type]
 
     # --- a step ---

@@ -79,6 +79,29 @@ def test_meshes_and_single_devices_step_alike(
     assert found == pytest.approx(wanted, rel=1e-10)
 
 
+@pytest.mark.parametrize("in_sequence", [False, True])
+def test_one_boundary_tensor_crosses_a_link_between_two_meshes(
+    two: Mesh, labs: list[Lab], text: Path, in_sequence: bool
+) -> None:
+    job = tiny_job(text, layout=Layout.LOOP, is_tied=False)
+    tensor = TensorSpec(sequence_parallel=in_sequence)
+    job = job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": tensor})})
+    labs += [Lab(job, meshes=meshes) for meshes in ({}, {"w00": two, "w01": two})]
+    before = counted(two)
+    for lab in labs:
+        lab.step(0)
+    assert (Collective.SCATTER in counted(two, before)) == in_sequence
+    # Two samples of twelve tokens of width 16 in float64; from the first stage to the second and back to the head, and
+    # a gradient for each.
+    boundary_bytes = 2 * 12 * 16 * 8
+    each_way = {("w00", "w01"): 2, ("w01", "w00"): 2}
+    for lab in labs:
+        assert lab.sent_bytes.keys() == each_way.keys()
+        for link, num in each_way.items():
+            wanted = job.batch.num_microbatches * num * boundary_bytes
+            assert lab.sent_bytes[link] == pytest.approx(wanted, rel=0.01)  # type: ignore[index]
+
+
 def test_experts_on_a_device_of_a_mesh_are_balanced_as_without(
     two: Mesh, labs: list[Lab], text: Path
 ) -> None:
