@@ -79,16 +79,13 @@ def test_rows_with_other_state_are_measured_anew_for_their_memory(caplog: pytest
     for spec in (SgdSpec(name="sgd", momentum=0.0), AdamWSpec()):
         stages = [MLP.stage(row, Precision.FP32) for row in range(2)]
         array = RowArray.of(stages, [settings_of(spec, 0)] * 2, PassKind.LOOPED)
-        choice = choices.of(stages[0], array.rows, batch, min_speedup=1.0)
-        assert choices.of(stages[0], array.rows, batch, min_speedup=1.0) is choice
+        choice = choices.of(stages[0], array.rows, batch, min_speedup=0.0)
+        assert choices.of(stages[0], array.rows, batch, min_speedup=0.0) is choice
         assert choice.memory is not None
         found[len(array.rows.state)] = choice.memory.row_bytes
     lines = [record.getMessage() for record in caplog.records if record.name == "worker.sweep.choosing"]
     assert len(lines) == 2
-    assert all(
-        re.match(r"rows=2 pass=(fused|looped) speedup=[\d.]+: .* ms fused, .* ms row by row", x)
-        for x in lines
-    )
+    assert all(re.match(r"rows=2 pass=fused speedup=[\d.]+: .* ms fused, .* ms row by row", x) for x in lines)
     # Each of the two moments is there three times.
     num_elements = array.rows.layout.num_elements
     assert found[2] - found[0] == 2 * 3 * 4 * num_elements
