@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from skein.errors import UserError
 from skein.model.rows import VocabularySplit
@@ -89,6 +89,8 @@ class AnyModel(Spec):
     """Whether it has matrices over a vocabulary, which can be cut into rows."""
     has_experts: ClassVar[bool] = False
     """Whether routers in it weigh what goes through them by the valid tokens of a microbatch."""
+    of_training: ClassVar[frozenset[str]] = frozenset()
+    """Fields that say how it is trained, and nothing of what its weights compute."""
     divided_words: ClassVar[str] = "heads, key-value heads and the inner width"
     """Sizes that bound how many devices can share a block, in words."""
 
@@ -123,6 +125,11 @@ class AnyModel(Spec):
     def has_dropout(self) -> bool:
         """Whether numbers between its layers are dropped in training, by draws of each sample's own."""
         return False
+
+    @property
+    def smoothing(self) -> float:
+        """Share of each label that training spreads over all classes."""
+        return 0.0
 
     @property
     def is_spread(self) -> bool:
@@ -197,7 +204,8 @@ class AnyModel(Spec):
 
     def hugging_face(self) -> dict[str, object]:
         """The `config.json` that lies beside exported weights."""
-        return {"model_type": self.family} | self.model_dump(mode="json", exclude={"family"})
+        left_out = {"family", *self.of_training}
+        return {"model_type": self.family} | self.model_dump(mode="json", exclude=left_out)
 
     def check_config(self, config: Mapping[str, object]) -> None:
         """Refuses weights that their `config.json` says are of another model.
@@ -215,6 +223,28 @@ class AnyModel(Spec):
         """
         self.check_config(config)
         return self
+
+
+class AnyClassifier(AnyModel):
+    """A model that tells which of some classes a sample is of."""
+
+    of_training: ClassVar[frozenset[str]] = frozenset({"label_smoothing"})
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each label that training spreads evenly over all classes; evaluations, and choices of samples, go by
+    plain labels. Raise it, to 0.1, if the model is surer than it is right."""
+
+    @property
+    def vocab_size(self) -> None:
+        return None
+
+    @property
+    def smoothing(self) -> float:
+        return self.label_smoothing
+
+    def sample_tokens(self, sequence_tokens: int) -> int:
+        """A sample counts as one token."""
+        return 1
 
 
 def refuse_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> None:

@@ -79,6 +79,20 @@ def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         assert torch.allclose(found[name], tensor, rtol=1e-12, atol=1e-12), name
 
 
+async def test_rows_smooth_labels_as_each_trials_own_job_does() -> None:
+    models = [MlpModel(family="mlp", widths=(16,), label_smoothing=share) for share in (0.0, 0.2)]
+    rows, disk = array_of(0, 1), Disk()
+    smoothed = [
+        x.model_copy(update={"label_smoothing": y.smoothing}) for x, y in zip(rows.rows, models, strict=True)
+    ]
+    here = await run(
+        disk, rows.model_copy(update={"array": rows.array.model_copy(update={"rows": tuple(smoothed)})})
+    )
+    newest = here.all(CheckpointCommitted)[-1]
+    for row, model in enumerate(models):
+        assert_near(saved(disk, newest, row), alone(trial(row).model_copy(update={"model": model})))
+
+
 @pytest.mark.parametrize("fuse", ["always", "never"])
 async def test_rows_drop_what_each_trials_own_job_drops_though_a_worker_dies(fuse: str) -> None:
     changes: dict[str, object] = {"model": MlpModel(family="mlp", widths=(16, 12), dropout=0.4)}

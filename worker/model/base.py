@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +92,8 @@ class Stage(nn.Module, ABC):
         self.precision = precision
         self.num_layers = num_layers
         self.tray = Tray()
+        self.smoothing = model.smoothing
+        """Share of each label that is spread over all classes, where gradients are made."""
         self.junction = Junction(max(0, stage.first - model.inner_layers.start))
 
     @property
@@ -151,7 +154,8 @@ class Stage(nn.Module, ABC):
     def loss(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, int]:
         """Sum of the cross entropies (nats) of the valid labels, and how many they are, whatever they weigh.
 
-        The sum is taken in float32, or float64 under FP64; a microbatch without a valid label gives 0.
+        Labels are smoothed where there are gradients: whoever makes none scores what the model knows. The sum is taken
+        in float32, or float64 under FP64; a microbatch without a valid label gives 0.
 
         Args:
             x: as for `forward`.
@@ -160,11 +164,17 @@ class Stage(nn.Module, ABC):
         """
         logits = self.logits(x).to(parameter_dtype(self.precision))
         num_valid = int((labels != IGNORED_LABEL).sum())
-        flat = logits.flatten(0, -2), labels.flatten()
+        entropies = partial(
+            functional.cross_entropy,
+            logits.flatten(0, -2),
+            labels.flatten(),
+            ignore_index=IGNORED_LABEL,
+            label_smoothing=self.smoothing if torch.is_grad_enabled() else 0.0,
+        )
         if weights is None:
-            total = functional.cross_entropy(*flat, ignore_index=IGNORED_LABEL, reduction="sum")
+            total = entropies(reduction="sum")
         else:
-            each = functional.cross_entropy(*flat, ignore_index=IGNORED_LABEL, reduction="none")
+            each = entropies(reduction="none")
             total = (each.view(len(weights), -1) * weights.to(each)[:, None]).sum()
         return total, num_valid
 

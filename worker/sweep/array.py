@@ -40,6 +40,7 @@ class RowSettings:
     """Steps of its whole budget, by which its learning rate falls."""
     rate_ratio: float = 1.0
     """Share of its learning rate that is left to it."""
+    label_smoothing: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,8 @@ class RowArray:
         cls, stage: Stage, rows: RowBuffer, settings: Sequence[RowSettings], kind: PassKind
     ) -> "RowArray":
         """These very rows, of models like `stage`."""
-        made = make_pass(kind, stage, rows) or make_pass(PassKind.LOOPED, stage, rows)
+        shares = [x.label_smoothing for x in settings]
+        made = make_pass(kind, stage, rows, shares) or make_pass(PassKind.LOOPED, stage, rows, shares)
         assert made is not None, "any model goes in turn"
         return cls(stage, rows, settings, made)
 

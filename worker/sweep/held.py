@@ -72,6 +72,7 @@ class HeldRows:
             optimizer=self.job.rows[row].optimizer,
             num_steps=self.job.array.schedule_steps,
             rate_ratio=RATE_RATIO ** self.numbers[row].num_rewinds,
+            label_smoothing=self.job.rows[row].label_smoothing,
         )
 
     def params_of(self, row: int) -> Tensors:

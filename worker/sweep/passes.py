@@ -69,8 +69,11 @@ class Pass(ABC):
 class _Together(Pass):
     """All rows in one graph; parameters are split off the buffer, so their gradients come back as one tensor."""
 
-    def __init__(self, rows: RowBuffer, logits: Fused, dtype: torch.dtype) -> None:
+    def __init__(
+        self, rows: RowBuffer, logits: Fused, dtype: torch.dtype, smoothing: Sequence[float]
+    ) -> None:
         super().__init__(rows)
+        self._smoothing = rows.params.new_tensor(smoothing) if any(smoothing) else None
         self._logits = logits
         self._dtype = dtype
         self._leaf = rows.params.detach().requires_grad_()
@@ -84,7 +87,7 @@ class _Together(Pass):
         self, inputs: Tensor, labels: Tensor, weights: Tensor | None = None, luck: Tensor | None = None
     ) -> Tensor:
         logits = self._logits(self.rows.layout.views(self._leaf), inputs, luck).to(self._dtype)
-        losses = summed_losses(logits, labels, weights)
+        losses = summed_losses(logits, labels, weights, self._smoothing)
         (grads,) = torch.autograd.grad(losses.sum(), self._leaf)
         self.grads = grads if self._is_empty else self.grads.add_(grads)
         self._is_empty = False
@@ -94,9 +97,11 @@ class _Together(Pass):
 class _InTurn(Pass):
     """Row after row through a module of its own, whose parameters are views of the buffer."""
 
-    def __init__(self, rows: RowBuffer, stage: Stage) -> None:
+    def __init__(self, rows: RowBuffer, stage: Stage, smoothing: Sequence[float]) -> None:
         super().__init__(rows)
         self._stages = [_on_row(stage, rows, row, self.grads[row]) for row in range(len(rows))]
+        for own, share in zip(self._stages, smoothing, strict=True):
+            own.smoothing = share
 
     def run(
         self, inputs: Tensor, labels: Tensor, weights: Tensor | None = None, luck: Tensor | None = None
@@ -121,11 +126,18 @@ def _on_row(stage: Stage, rows: RowBuffer, row: int, grads: Tensor) -> Stage:
     return own
 
 
-def summed_losses(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sums of each row's cross entropies (R,), from logits (R, B, ..., classes); samples weigh (R, B), or 1."""
-    each = functional.cross_entropy(
-        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
-    )
+def summed_losses(
+    logits: Tensor, labels: Tensor, weights: Tensor | None = None, smoothing: Tensor | None = None
+) -> Tensor:
+    """Sums of each row's cross entropies (R,), from logits (R, B, ..., classes); samples weigh (R, B), or 1.
+
+    `smoothing` (R,): share of its labels that each row spreads over all classes; None: none does.
+    """
+    flat, scores = labels.flatten(), functional.log_softmax(logits.flatten(0, -2), -1)
+    each = functional.nll_loss(scores, flat, ignore_index=IGNORED_LABEL, reduction="none")
+    if smoothing is not None:
+        share = smoothing.repeat_interleave(len(each) // len(labels))
+        each = (1.0 - share) * each - share * scores.mean(-1) * (flat != IGNORED_LABEL)
     if weights is not None:
         each = each.view(*weights.shape, -1) * weights.to(each).unsqueeze(-1)
     return each.view(len(labels), -1).sum(1)
@@ -159,15 +171,19 @@ def _vmapped_logits(stage: Stage) -> Fused:
     return logits
 
 
-def make_pass(kind: PassKind, stage: Stage, rows: RowBuffer) -> Pass | None:
+def make_pass(
+    kind: PassKind, stage: Stage, rows: RowBuffer, smoothing: Sequence[float] | None = None
+) -> Pass | None:
     """A pass of that kind over models like `stage`, a whole one; None if there is none.
 
-    Whether a model can be mapped torch tells when it is run, by a `RuntimeError`.
+    `smoothing` of each row's labels; None: as much as the stage's. Whether a model can be mapped torch tells when it is
+    run, by a `RuntimeError`.
     """
     dtype = parameter_dtype(stage.precision)
+    shares = [stage.smoothing] * len(rows) if smoothing is None else smoothing
     if kind is PassKind.LOOPED:
-        return _InTurn(rows, stage)
+        return _InTurn(rows, stage, shares)
     if kind is PassKind.VMAPPED:
-        return _Together(rows, _vmapped_logits(stage), dtype)
+        return _Together(rows, _vmapped_logits(stage), dtype, shares)
     logits = fused_forward(stage)
-    return None if logits is None else _Together(rows, logits, dtype)
+    return None if logits is None else _Together(rows, logits, dtype, shares)

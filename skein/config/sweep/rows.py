@@ -31,6 +31,7 @@ class ArrayRow(Spec):
     """Optimizer of the kind that all rows have; its rates, schedule and clip are this row's."""
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     """Seed of the row's parameters where it begins anew, and of the order of its data."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     origin: RowOrigin | None = None
     """None: parameters are drawn."""
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from skein.errors import UserError
 from skein.model.layers import (
     LABEL_BYTES,
-    AnyModel,
+    AnyClassifier,
     LabelledShape,
     LayerSpec,
     Shapes,
@@ -21,7 +21,7 @@ DIGITS_PIXELS = 8
 DIGITS_CLASSES = 10
 
 
-class DigitsCnnModel(AnyModel):
+class DigitsCnnModel(AnyClassifier):
     """A small convolutional classifier for 8 x 8 grey images in 10 classes (scikit-learn's digits)."""
 
     family: Literal["digits_cnn"]
@@ -38,16 +38,8 @@ class DigitsCnnModel(AnyModel):
         return self
 
     @property
-    def vocab_size(self) -> None:
-        return None
-
-    @property
     def labelled(self) -> LabelledShape:
         return LabelledShape(sample=(1, DIGITS_PIXELS, DIGITS_PIXELS), num_classes=DIGITS_CLASSES)
-
-    def sample_tokens(self, sequence_tokens: int) -> int:
-        """An image counts as one token."""
-        return 1
 
     def layer_parameters(self) -> tuple[Shapes, ...]:
         channels = self.channels

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from skein.model.families.digits_cnn import DIGITS_CLASSES, DIGITS_PIXELS
-from skein.model.layers import LABEL_BYTES, AnyModel, LabelledShape, LayerSpec, Shapes, num_elements
+from skein.model.layers import LABEL_BYTES, AnyClassifier, LabelledShape, LayerSpec, Shapes, num_elements
 from skein.types import Precision
 
 Activation = Literal["relu", "tanh", "gelu"]
@@ -15,10 +15,11 @@ Activation = Literal["relu", "tanh", "gelu"]
 _Width = Annotated[int, Field(ge=1, le=65_536)]
 
 
-class MlpModel(AnyModel):
+class MlpModel(AnyClassifier):
     """A classifier of linear layers with biases, by default of the 8 x 8 images of scikit-learn's digits."""
 
     has_split_backward: ClassVar[bool] = True
+    of_training: ClassVar[frozenset[str]] = AnyClassifier.of_training | {"dropout"}
 
     family: Literal["mlp"]
     widths: Annotated[tuple[_Width, ...], Field(max_length=64)] = (128, 128)
@@ -33,20 +34,12 @@ class MlpModel(AnyModel):
     num_classes: Annotated[int, Field(ge=2, le=65_536)] = DIGITS_CLASSES
 
     @property
-    def vocab_size(self) -> None:
-        return None
-
-    @property
     def labelled(self) -> LabelledShape:
         return LabelledShape(sample=(self.num_features,), num_classes=self.num_classes)
 
     @property
     def has_dropout(self) -> bool:
         return self.dropout > 0
-
-    def sample_tokens(self, sequence_tokens: int) -> int:
-        """A sample counts as one token."""
-        return 1
 
     def products(self) -> Iterator[tuple[int, int]]:
         """Features that each layer takes and gives, the head's last."""

@@ -66,6 +66,8 @@ def parting(trial: SweepTrial) -> Parting:
     document: dict[str, JsonValue] = job.model_dump(
         mode="json", exclude=set() if has_one_choice else {"seed"}
     )
+    # Of a model's numbers each row has this one for itself.
+    document["model"] = job.model.model_dump(mode="json", exclude={"label_smoothing"})
     document["optimizer"] = job.optimizer.model_dump(mode="json", exclude=set(_NUMBERS))
     if isinstance(job.optimizer, SgdSpec):
         # Without a momentum there is no state for one.

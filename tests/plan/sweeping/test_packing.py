@@ -23,6 +23,7 @@ def trials(*space: str) -> tuple[SweepTrial, ...]:
         "optimizer.weight_decay: [0, 0.1]",
         "optimizer.warmup_steps: [0, 10]",
         "seed: [1, 2]",
+        "model.label_smoothing: [0, 0.1]",
     ],
 )
 def test_trials_that_differ_in_numbers_may_be_rows_of_one_array(space: str) -> None:

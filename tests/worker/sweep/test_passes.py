@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.mlp import MlpModel
@@ -93,6 +94,36 @@ def test_groups_of_all_rows_are_kept_apart(kind: PassKind, groups: int) -> None:
     losses, grads = expected(stages, inputs, labels)
     assert torch.allclose(made.run(inputs, labels), losses, rtol=ROUNDING, atol=0)
     assert (made.grads - grads).abs().max() <= ROUNDING * grads.abs().max()
+
+
+@pytest.mark.parametrize("kind", PassKind)
+@pytest.mark.parametrize("name", ["digits", "mlp"])
+def test_rows_smooth_their_labels_each_as_much_as_it_is_to(kind: PassKind, name: str) -> None:
+    stages, shares = [whole(MODELS[name], seed=row) for row in range(NUM_ROWS)], (0.0, 0.1, 0.5)
+    inputs, labels = own_samples(name)
+    weights = torch.linspace(0.5, 1.5, labels.numel(), dtype=torch.float64).view(labels.shape)
+    losses, grads = [], []
+    for stage, share, x, y, w in zip(stages, shares, inputs, labels, weights, strict=True):
+        each = functional.cross_entropy(stage.logits(x), y, reduction="none", label_smoothing=share)
+        (each * w).sum().backward()
+        losses.append((each * w).sum().detach())
+        grads.append({name: p.grad for name, p in stage.named_parameters() if p.grad is not None})
+    made = make_pass(kind, stages[0], rows_of(stages), shares)
+    assert made is not None
+    assert torch.allclose(made.run(inputs, labels, weights), torch.stack(losses), rtol=ROUNDING, atol=0)
+    wanted = RowBuffer.of([Walker(params=grad, state={}) for grad in grads]).params
+    assert (made.grads - wanted).abs().max() <= ROUNDING * wanted.abs().max()
+
+
+def test_labels_are_smoothed_where_something_is_learned_alone() -> None:
+    model = MlpModel(family="mlp", widths=(7,), label_smoothing=0.3)
+    stage, plain = whole(model), whole(model.model_copy(update={"label_smoothing": 0.0}))
+    inputs, labels = samples(model)
+    learned, calm = (each.loss(inputs, labels)[0] for each in (stage, plain))
+    wanted = functional.cross_entropy(plain.logits(inputs), labels, reduction="sum", label_smoothing=0.3)
+    assert learned.item() == pytest.approx(wanted.item(), rel=ROUNDING)
+    with torch.no_grad():
+        assert torch.equal(stage.loss(inputs, labels)[0], calm)
 
 
 @pytest.mark.parametrize("kind", PassKind)

@@ -340,7 +340,11 @@ class Sweeps:
 def _row(stand: TrialStand) -> ArrayRow:
     trial = stand.trial
     return ArrayRow(
-        trial=trial.number, optimizer=trial.job.optimizer, seed=trial.job.seed, origin=stand.origin
+        trial=trial.number,
+        optimizer=trial.job.optimizer,
+        seed=trial.job.seed,
+        label_smoothing=trial.job.model.smoothing,
+        origin=stand.origin,
     )
 
 
