@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Literal, Self
 
 from client.connection import DEFAULT_TARGET, PATIENCE_S, Connection
-from client.exporting.card import model_card
+from client.exporting.card import model_card, trained
 from client.exporting.download import OnBytes, fetch_weights, weight_prefixes
 from client.exporting.export import Dtype, require_unused, write_huggingface
 from client.exporting.vocabulary import vocabulary_of
 from client.jobfile import prepare_job, read_job, read_job_text
 from skein.config.explain import Words
-from skein.config.job import JobSpec, read_spec
+from skein.config.job import ArrayJob, JobSpec, read_spec
 from skein.config.sweep.trials import trials_of
 from skein.errors import UserError
 from skein.protocol.log.records import Incident
@@ -289,8 +289,9 @@ class AsyncClient:
         spec = read_spec(manifest.spec)
         vocabulary = await asyncio.to_thread(vocabulary_of, spec)
         has_tokenizer = "tokenizer_config.json" in vocabulary.files
-        trained = spec if chosen is None else trials_of(read_spec(status.spec))[chosen.trial].job
-        card = model_card(manifest, trained, status, dtype=dtype.in_torch, has_tokenizer=has_tokenizer)
+        own = spec if chosen is None else trials_of(read_spec(status.spec))[chosen.trial].job
+        course = trained(manifest, status, chosen)
+        card = model_card(manifest, own, course, dtype=dtype.in_torch, has_tokenizer=has_tokenizer)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=out.parent, prefix=".download-") as folder:
@@ -321,6 +322,8 @@ class AsyncClient:
 
 def _trial_of(status: JobStatus, trial: int | Literal["best"] | None) -> TrialStatus | None:
     """Trial that an export is of; None: of a job that is no sweep."""
+    if isinstance(read_spec(status.spec), ArrayJob):
+        raise UserError("job", status.job, "is an array of trials: give its sweep, and --trial N or best")
     if trial is None and not status.trials:
         return None
     if trial is None or not status.trials:

@@ -12,7 +12,6 @@ from math import fsum
 from coordinator.records.journal import Journal
 from coordinator.telling.choices import choice_of_row, choice_status
 from skein.config.job import ArrayJob
-from skein.config.sweep.rows import RowOrigin
 from skein.config.sweep.trials import Settings
 from skein.protocol.coordinator.sweeping.deciding import course_of
 from skein.protocol.coordinator.sweeping.standing import TrialStand, best_trial
@@ -119,21 +118,27 @@ def _in_array(
     is_row = isinstance(array.spec, ArrayJob)
     last = array.last_commit if is_row else None
     made = None if last is None else last.array
-    origin = stand.origin
     return replace(
         status,
         workers=view.crew_of(array.job),
         array=array.job,
         row=stand.row,
-        saved=None if origin is None else _saved(origin),
+        saved=_saved(stand),
         pass_kind=None if made is None else made.pass_kind,
         speedup=None if made is None else made.speedup,
         choice=choice_of_row(array, stand.row) if is_row else choice_status(array),
     )
 
 
-def _saved(origin: RowOrigin) -> SavedRow:
-    return SavedRow(array=JobId(origin.job), version=Step(origin.version), row=origin.row)
+def _saved(stand: TrialStand) -> SavedRow | None:
+    if (origin := stand.origin) is None:
+        return None
+    return SavedRow(
+        array=JobId(origin.job),
+        version=Step(origin.version),
+        row=origin.row,
+        num_steps=stand.num_steps_saved,
+    )
 
 
 def _state(view: CoordinatorView, stand: TrialStand, ended: str) -> tuple[JobState, str]:

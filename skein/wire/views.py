@@ -139,11 +139,12 @@ class ChoiceStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRow:
-    """State of a trial as it was saved last: row of an array's newest complete checkpoint."""
+    """State of a trial as it was saved last, after so many of its steps: row of an array's newest checkpoint."""
 
     array: JobId
     version: Step
     row: int
+    num_steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ def test_a_trial_in_an_array_that_has_no_checkpoint_is_saved_where_it_came_from(
     first = begin(history, (0, 1), 1)
     history.apply(checkpoint(first, 1, num_stages=1))
     end(history, first, {0: 0.1, 1: 0.2}, 1)
-    saved = SavedRow(array=first, version=Step(1), row=1)
+    saved = SavedRow(array=first, version=Step(1), row=1, num_steps=1)
 
     second = begin(history, (1,), 2, {1: RowOrigin(job=first, version=1, row=1)})
     found = job_status(coordinator.view, Journal(nothing_kept), SWEEP).trials

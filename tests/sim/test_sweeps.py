@@ -8,6 +8,7 @@ from skein.config.job import JobSpec
 from skein.config.sweep.rows import Fuse
 from skein.config.sweep.spec import SweepSpec, ValuesSpec
 from skein.config.sweep.trials import trials_of
+from skein.errors import UserError
 from skein.protocol.coordinator.coordinator_io import (
     CancelAsked,
     CoordinatorEvent,
@@ -15,6 +16,7 @@ from skein.protocol.coordinator.coordinator_io import (
     ResumeAsked,
     SubmitAsked,
 )
+from skein.protocol.coordinator.lifecycle import check_resumable
 from skein.protocol.coordinator.sweeping.standing import stands_of
 from skein.protocol.log.history import History
 from skein.protocol.log.records import JobSubmitted
@@ -72,6 +74,15 @@ def test_trials_train_side_by_side_on_all_workers_and_clients_see_one_job() -> N
     end = run.outcome.history.jobs[SWEEP].end
     assert end is not None
     assert end.reason.startswith("5 trials: 5 trained; best: trial ")
+
+
+def test_a_sweep_that_has_finished_does_not_go_on() -> None:
+    world = world_of()
+    finish(world, about="calm")
+    assert world.coordinator is not None
+    sweep = history_of(world).jobs[SWEEP]
+    with pytest.raises(UserError, match="has finished, and its trials have the budget that they began with"):
+        check_resumable(sweep, None, world.coordinator.view.quotas)
 
 
 def test_trials_that_may_be_rows_are_shared_out_among_all_workers() -> None:

@@ -33,27 +33,28 @@ def outline(job: JobSpec) -> str:
     ends = "" if end is None else f", documents end with {end}"
     return (
         f"{job.name}: {job.model.family} with {count(num_parameters(job.model))} parameters, "
-        f"{parallel.stages} stages x {parallel.replicas} replicas{chunks} ({parallel.layout}), "
+        f"{counted(parallel.stages, 'stage')} x {counted(parallel.replicas, 'replica')}{chunks} ({parallel.layout}), "
         f"{_length(job)} of {batch.samples} samples, {job.precision}{ends}; "
         f"hash {job.content_hash()[:12]}{cost}{_arrays(job)}"
     )
 
 
 def _arrays(job: JobSpec) -> str:
-    """Trials of a sweep and the arrays that one worker would have of them, a line for each."""
-    lines = [
-        f"\narray of trials {', '.join(str(trial.number) for trial in array)}: "
-        + "; ".join(settings_text(json.dumps(trial.settings)) for trial in array)
-        for array in sweep_arrays(job, num_workers=1)
-    ]
-    if not lines:
+    """Arrays of a sweep that one worker would have, and a line for each of their trials."""
+    arrays = sweep_arrays(job, num_workers=1)
+    if not arrays:
         return ""
+    lines = [
+        f"\narray {place}:"
+        + "".join(f"\n  trial {x.number}: {settings_text(json.dumps(x.settings))}" for x in array)
+        for place, array in enumerate(arrays, 1)
+    ]
     rungs = [
         "\nbracket: " + ", then ".join(f"{rung.num_trials} to step {rung.num_steps}" for rung in bracket)
         for bracket in brackets_of_sweep(job)
     ]
-    num_trials, num_arrays = counted(len(trials_of(job)), "trial"), counted(len(lines), "array")
-    count_words = f"\n{num_trials} in {num_arrays} on one worker:"
+    num_trials, num_arrays = counted(len(trials_of(job)), "trial"), counted(len(arrays), "array")
+    count_words = f"\n{num_trials} in {num_arrays} on one worker, and in more on several:"
     return "".join((*rungs, count_words, *lines))
 
 

@@ -6,6 +6,7 @@ import click
 
 from client.cli.options import connect_client, remote_command
 from client.cli.show import factor, number, print_listed, steps_text
+from skein.config.job import ArrayJob, read_spec
 from skein.errors import UserError
 from skein.wire.views import ChoiceStatus, TrialStatus
 
@@ -21,7 +22,11 @@ def sweep(job: str, *, is_json: bool) -> None:
     with connect_client() as client:
         found = client.job(job).status()
     if not found.trials:
-        raise UserError("job", job, "is no sweep: its file has none; see skein status")
+        is_array = isinstance(read_spec(found.spec), ArrayJob)
+        hint = (
+            "is an array: give its sweep" if is_array else "is no sweep: its file has none; see skein status"
+        )
+        raise UserError("job", job, hint)
     if any(trial.choice for trial in found.trials):
         columns = (*COLUMNS[:_CHOSEN_AT], "CHOSEN", *COLUMNS[_CHOSEN_AT:])
         print_listed(found.trials, columns, _chosen_row, nothing="", is_json=is_json)

@@ -112,6 +112,10 @@ def check_resumable(job: JobHistory, steps: int | None, quotas: QuotaUses) -> No
         quotas.check_queue(job.namespace)
     if steps is None:
         if job.end is not None and job.end.state is JobState.FINISHED:
+            if job.spec.sweep is not None:
+                raise UserError(
+                    "job", job.job, "has finished, and its trials have the budget that they began with"
+                )
             hint = f"all {job.total_steps} steps are done: give more, such as {2 * job.total_steps}"
             raise UserError("steps", Words("none"), hint)
         return

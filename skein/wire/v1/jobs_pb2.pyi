@@ -918,19 +918,23 @@ class SavedRow(_message.Message):
     ARRAY_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     ROW_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
     array: _builtins.str
     version: _builtins.int
     row: _builtins.int
+    num_steps: _builtins.int
+    """That the trial had made."""
     def __init__(
         self,
         *,
         array: _builtins.str = ...,
         version: _builtins.int = ...,
         row: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["array", b"array", "row", b"row", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["array", b"array", "num_steps", b"num_steps", "row", b"row", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

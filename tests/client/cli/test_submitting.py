@@ -67,7 +67,7 @@ def test_dry_run_asks_nobody(coordinator: Scripted, job_file: Path, capsys: Capt
     assert run(["submit", str(job_file), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(
-        "first-job: llama with 956k parameters, 2 stages x 1 replicas (line), 3 steps of 32 samples"
+        "first-job: llama with 956k parameters, 2 stages x 1 replica (line), 3 steps of 32 samples"
     )
     assert coordinator.script.keys == []
 

@@ -8,8 +8,12 @@ from rich.console import Console
 
 from client.cli import run
 from client.cli.job.sweeping import SweepLines, follow_sweep
+from client.exporting.card import model_card, trained
+from skein.config.load import parse_job
 from skein.protocol.messages.array_rounds import PassKind
+from skein.sim.shapes import shape_of
 from skein.types import JobId, JobState, Step, WorkerId
+from skein.wire.extra import ManifestReply
 from skein.wire.views import ChoiceStatus, JobStatus, SavedRow, TrialStatus
 from tests.client.cli.said import Captured
 from tests.client.conftest import Scripted
@@ -86,8 +90,8 @@ def test_a_dry_run_prints_the_arrays(tmp_path: Path, capsys: Captured) -> None:
     file.write_text(SWEEP)
     assert run(["submit", str(file), "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "4 trials in 2 arrays on one worker:" in said
-    assert "array of trials 2, 3: batch.samples=64 optimizer.learning_rate=0.1; batch" in said
+    assert "4 trials in 2 arrays on one worker, and in more on several:" in said
+    assert "array 2:\n  trial 2: batch.samples=64 optimizer.learning_rate=0.1\n  trial 3: batch" in said
 
 
 def of_trials(*states: JobState, state: JobState = JobState.RUNNING, step: int = 10) -> JobStatus:
@@ -163,7 +167,7 @@ def test_a_sweep_has_no_curve_and_its_status_no_plan(coordinator: Scripted, caps
 def test_an_export_of_a_sweep_wants_a_trial_that_there_is(
     coordinator: Scripted, capsys: Captured, tmp_path: Path
 ) -> None:
-    saved = SavedRow(array=JobId("rates-1-a1"), version=Step(3), row=2)
+    saved = SavedRow(array=JobId("rates-1-a1"), version=Step(3), row=2, num_steps=12)
     in_another = replace(trial(2), array=JobId("rates-1-a2"), saved=saved)
     unsaved = replace(trial(3), array=JobId("rates-1-a3"))
     trials = (trial(0), trial(1), in_another, unsaved)
@@ -181,3 +185,30 @@ def test_an_export_of_a_sweep_wants_a_trial_that_there_is(
     # This coordinator has no checkpoint at all, and says of which array it was asked.
     assert run(["export", "rates-1", "--to", str(tmp_path / "out"), "--trial", "2"]) == 1
     assert "checkpoint: 'rates-1-a1': it has none yet" in capsys.readouterr().err
+
+
+def test_an_array_is_exported_by_its_sweep(coordinator: Scripted, capsys: Captured, tmp_path: Path) -> None:
+    spec = shape_of("line 1x1 array 3").job(steps=40).canonical_json()
+    coordinator.script.jobs["rates-1-a1"] = replace(status("rates-1-a1"), spec=spec)
+    assert run(["export", "rates-1-a1", "--to", str(tmp_path / "out")]) == 2
+    assert "job: 'rates-1-a1': is an array of trials: give its sweep" in capsys.readouterr().err
+    assert run(["sweep", "rates-1-a1"]) == 2
+    assert "job: 'rates-1-a1': is an array: give its sweep" in capsys.readouterr().err
+
+
+def test_the_card_of_a_trial_tells_its_own_steps_and_losses() -> None:
+    manifest = ManifestReply(
+        job=JobId("rates-1-a1"), version=Step(8), spec="", url=None, stages=(), wall_s=0.0
+    )
+    saved = SavedRow(array=manifest.job, version=manifest.version, row=2, num_steps=48)
+    told = replace(trial(3), num_steps=50, saved=saved)
+    job = parse_job(SWEEP, origin="job")
+
+    def card(told: TrialStatus) -> str:
+        course = trained(manifest, replace(status("rates-1"), total_steps=200), told)
+        return model_card(manifest, job, course, dtype="float32", has_tokenizer=False)
+
+    assert "after 48 of 50 steps, trial 3 of rates-1, trained by" in card(told)
+    assert "| loss |" not in card(told)
+    assert "| loss | 0.5 nats per sample |" in card(replace(told, num_steps=48))
+    assert "after 8 rounds of rates-1-a1, trial 3" in card(replace(told, saved=None))
