@@ -114,7 +114,7 @@ WRONG_VALUES = {
     "model.preset=1": "model.preset: 1: give text, or null",
     "model={family: digits_cnn, preset: x}": "model.preset: 'x': no such key: "
     "it belongs to family: llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe; "
-    "with family: digits_cnn here are family, channels, num_blocks, groups",
+    "with family: digits_cnn here are family, label_smoothing, channels, num_blocks, groups",
     "model={family: mixtral, preset: mixtral-1m, routing: {capacity: 0.001}}": "model.routing.capacity: 0.001: "
     "experts would take 0.51 choices of a microbatch of 1024 tokens: give 0.002",
     "model={family: mixtral, preset: mixtral-1m, routing: {drop: prob}}": "model.routing.drop: 'prob': "
