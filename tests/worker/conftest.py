@@ -15,6 +15,12 @@ def settling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holders that are lost together are given up after a moment: in these tests none of them comes back."""
+    monkeypatch.setattr("skein.protocol.coordinator.runs.placing.giving_up.LEAST_S", 0.5)
+
+
+@pytest.fixture
 def text(tmp_path: Path) -> Path:
     return write_text(tmp_path)
 

@@ -72,6 +72,7 @@ def check_row(here: Cluster, row: int, lone: Alone, first_step: int = 0) -> None
     assert begun == NUM_STEPS
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     "settings",
     [

@@ -93,6 +93,7 @@ async def test_rows_smooth_labels_as_each_trials_own_job_does() -> None:
         assert_near(saved(disk, newest, row), alone(trial(row).model_copy(update={"model": model})))
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("fuse", ["always", "never"])
 async def test_rows_drop_what_each_trials_own_job_drops_though_a_worker_dies(fuse: str) -> None:
     changes: dict[str, object] = {"model": MlpModel(family="mlp", widths=(16, 12), dropout=0.4)}
@@ -111,6 +112,7 @@ def last_numbers(here: Cluster) -> tuple[RowNumbers, ...]:
     return here.steps[-1].rows
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_rows_of_an_array_train_as_each_trials_own_job_though_workers_die() -> None:
     disk = Disk()
     here = await run(disk, array_of(0, 1, 2, 3), deaths=1)

@@ -74,6 +74,7 @@ async def trained(job: JobSpec, *, deaths: int) -> History:
     return replayed(disk)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.long
 async def test_survivors_are_those_of_trials_one_by_one_though_a_worker_dies() -> None:
     fused, alone = await trained(sweep("always"), deaths=1), await trained(sweep("never"), deaths=0)
@@ -91,6 +92,7 @@ async def test_survivors_are_those_of_trials_one_by_one_though_a_worker_dies() -
     assert len(arrays) < len(alone.jobs[SWEEP].arrays) == 27 + 9 + 3 + 1
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.long
 async def test_survivors_keep_the_choices_of_trials_one_by_one_though_a_worker_dies() -> None:
     chosen = CoresetSpec(method="craig", fraction=0.1, refresh_epochs=1, max_overhead=100)  # for 11 steps
