@@ -52,14 +52,14 @@ demo: setup ## train, export and sample a small language model on this machine
 
 test: units e2e ## units in parallel, then what only real processes show, one test at a time
 
-units: setup ## all tests without processes of their own
-	$(UNITS) $(PYTEST_ARGS)
+units: setup ## all tests without processes of their own; those of the source itself are for `make check`
+	$(UNITS) --ignore=tests/contract -m 'not long' $(PYTEST_ARGS)
 
 e2e: setup ## one test with real processes for each kind of fault and of work
 	$(TEST_ENV) $(BIN)/python -m pytest tests/e2e -m 'not long' $(PYTEST_ARGS)
 
-e2e-long: setup ## the other tests with real processes: rules, cuts, moments of death, standbys, the demo
-	$(TEST_ENV) $(BIN)/python -m pytest tests/e2e -m long $(PYTEST_ARGS)
+e2e-long: setup ## the other tests with real processes: rules, cuts, moments of death, standbys, the demo; long ones of workers in one process
+	$(TEST_ENV) $(BIN)/python -m pytest tests/e2e tests/worker -m long $(PYTEST_ARGS)
 
 coverage: setup ## units, traced: which branches nobody takes; fails below 92 %
 	$(UNITS) --cov --cov-report=term --cov-fail-under=92 $(PYTEST_ARGS)

@@ -123,8 +123,11 @@ PIECES = [
 
 @pytest.mark.parametrize(
     ("num_chosen", "capacity", "stages"),
-    [(2, None, 4), (2, 1.0, 2), (1, 1.0, 4)],
-    ids=["top 2, dropless", "top 2, room for 1", "top 1, room for 1"],
+    [
+        pytest.param(2, None, 4, id="top 2, dropless", marks=pytest.mark.long),
+        pytest.param(2, 1.0, 2, id="top 2, room for 1"),
+        pytest.param(1, 1.0, 4, id="top 1, room for 1", marks=pytest.mark.long),
+    ],
 )
 def test_small_sparse_models_train_alike_on_workers_and_meshes(
     two: Mesh, labs: list[Lab], text: Path, num_chosen: int, capacity: float | None, stages: int

@@ -73,6 +73,7 @@ def test_a_frozen_device_is_noticed_by_how_long_such_ops_take(mesh: Mesh) -> Non
     assert_all_gone(mesh.processes.pids)
 
 
+@pytest.mark.long
 def test_a_device_that_freezes_before_it_is_given_parameters_is_noticed_as_soon(mesh: Mesh) -> None:
     stage = stage_on(mesh)
     forward(stage)
@@ -85,6 +86,7 @@ def test_a_device_that_freezes_before_it_is_given_parameters_is_noticed_as_soon(
     assert_all_gone(mesh.processes.pids)
 
 
+@pytest.mark.long
 def test_a_device_without_memory_is_told_as_such(mesh: Mesh) -> None:
     stage = stage_on(mesh)
     forward(stage)
@@ -96,6 +98,7 @@ def test_a_device_without_memory_is_told_as_such(mesh: Mesh) -> None:
     assert_all_gone(mesh.processes.pids)
 
 
+@pytest.mark.long
 def test_a_device_that_dies_between_ops_is_noticed_without_any(mesh: Mesh) -> None:
     forward(stage_on(mesh))
     os.kill(mesh.processes.pids[0], signal.SIGKILL)
