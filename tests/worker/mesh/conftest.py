@@ -7,8 +7,9 @@ import pytest
 from worker.mesh.mesh import Mesh
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four() -> Iterator[Mesh]:
+    """Four devices, of which tests use two or all; each test builds its own stages on them."""
     mesh = Mesh(["cpu"] * 4)
     yield mesh
     mesh.close()

@@ -35,17 +35,14 @@ def curve(lab: Lab) -> list[float]:
     return [x for step in steps for x in (step.loss, step.gradient_norm)] + [lab.evaluate(NUM_STEPS, 2)]
 
 
-def test_a_mesh_in_blocks_and_single_devices_step_alike(labs: list[Lab], text: Path) -> None:
+def test_a_mesh_in_blocks_and_single_devices_step_alike(four: Mesh, labs: list[Lab], text: Path) -> None:
     job = tiny_job(text, replicas=2, is_tied=True)
     tensor = TensorSpec(form="2d", size=4)
     job = job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": tensor})})
-    mesh = Mesh(["cpu"] * 4)
-    try:
-        labs += [Lab(job, meshes=meshes) for meshes in ({}, {"w00": mesh})]
-        wanted, found = [curve(lab) for lab in labs]
-        assert mesh.traffic.counts[Collective.SPREAD] > 0
-    finally:
-        mesh.close()
+    labs += [Lab(job, meshes=meshes) for meshes in ({}, {"w00": four})]
+    before = four.traffic.counts[Collective.SPREAD]
+    wanted, found = [curve(lab) for lab in labs]
+    assert four.traffic.counts[Collective.SPREAD] > before
     assert found == pytest.approx(wanted, rel=1e-10)
 
 
