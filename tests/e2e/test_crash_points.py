@@ -140,8 +140,8 @@ TRIED_FROZEN = tuple(
 
 
 @pytest.fixture
-def cluster(shared: SharedCluster) -> SharedCluster:
-    """Four hold two stages twice, and one is spare."""
+def cluster(shared: SharedCluster, undisturbed: dict[int, float]) -> SharedCluster:
+    """Four hold two stages twice, and one is spare, who was not there in the undisturbed job."""
     shared.gather(5)
     return shared
 

@@ -174,7 +174,7 @@ BALANCED = 9
     ("model", "stages", "replicas", "layout", "backward"), part(SPARSE, every=len(SPARSE), start=BALANCED)
 )
 def test_a_sparse_model_trains_like_one_torch_process(
-    eight: Cluster,
+    cluster: Cluster,
     text: Path,
     model: ModelSpec,
     stages: int,
@@ -187,24 +187,24 @@ def test_a_sparse_model_trains_like_one_torch_process(
     name = f"{model.family.replace('_', '-')}-{backward}-{stages}x{replicas}"
     job = make_job(name, model, data, parallel, Precision.FP64)
     job = job.model_copy(update={"plan": PlanSpec(budget_s=0.2, backward=backward)})
-    check(train(eight, job), run_reference(job, NUM_STEPS), TOLERANCES[Precision.FP64])
+    check(train(cluster, job), run_reference(job, NUM_STEPS), TOLERANCES[Precision.FP64])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "backward"), [(Layout.LINE, "split"), (Layout.LOOP, "whole")])
 def test_balance_losses_count_alike_in_chunks(
-    eight: Cluster, text: Path, layout: Layout, backward: Literal["whole", "split"]
+    cluster: Cluster, text: Path, layout: Layout, backward: Literal["whole", "split"]
 ) -> None:
     model = SPARSE[BALANCED][0]
     data = DataSpec(sources=(TextSource(path=str(text)),), sequence_tokens=32, validation_ratio=0.1)
     parallel = ParallelSpec(stages=2, chunks=2, replicas=2, layout=layout)
     job = make_job(f"balance-{layout.value}", model, data, parallel, Precision.FP64)
     job = job.model_copy(update={"plan": PlanSpec(budget_s=0.2, backward=backward)})
-    check(train(eight, job), run_reference(job, NUM_STEPS), TOLERANCES[Precision.FP64])
+    check(train(cluster, job), run_reference(job, NUM_STEPS), TOLERANCES[Precision.FP64])
 
 
 @pytest.mark.parametrize("layout", part(list(Layout), every=2), ids=lambda layout: layout.value)
-def test_split_backwards_train_like_one_torch_process(eight: Cluster, text: Path, layout: Layout) -> None:
+def test_split_backwards_train_like_one_torch_process(cluster: Cluster, text: Path, layout: Layout) -> None:
     parallel = ParallelSpec(stages=4, replicas=1, layout=layout)
     job = cut_job(text, Precision.FP64, parallel, is_tied=True)
     whole = job.model_copy(update={"plan": PlanSpec(method="balanced")})
@@ -215,10 +215,10 @@ def test_split_backwards_train_like_one_torch_process(eight: Cluster, text: Path
             "parallel": parallel.model_copy(update={"stages": 2, "chunks": 2}),
         }
     )
-    found, reference = train(eight, split), run_reference(job, NUM_STEPS)
+    found, reference = train(cluster, split), run_reference(job, NUM_STEPS)
     check(found, reference, TOLERANCES[Precision.FP64])
-    assert found == train(eight, whole), "whole and split backwards differ"
-    check(train(eight, searched), reference, TOLERANCES[Precision.FP64])
+    assert found == train(cluster, whole), "whole and split backwards differ"
+    check(train(cluster, searched), reference, TOLERANCES[Precision.FP64])
 
 
 @pytest.mark.long
