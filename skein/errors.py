@@ -16,8 +16,7 @@ class UserError(SkeinError, ValueError):
     """
 
     def __init__(self, field: str, value: object, hint: str) -> None:
-        shown = repr(value) if isinstance(value, str) else str(value)
-        super().__init__(f"{field}: {shown}: {hint}")
+        super().__init__(f"{field}: {shown(value)}: {hint}")
         self.field = field
         self.value = value
         self.hint = hint
@@ -47,3 +46,20 @@ class OutOfRangeError(RemoteError):
 
 class LocalError(SkeinError):
     """This process found its own state wrong."""
+
+
+def shown(value: object) -> str:
+    """A value as people write it: what is said by a word in YAML and JSON, in their word.
+
+    >>> shown(True), shown(None), shown("auto"), shown(0.5)
+    ('true', 'null', "'auto'", '0.5')
+    """
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case str():
+            return repr(value)
+        case _:
+            return str(value)

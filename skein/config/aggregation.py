@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from skein.config.explain import Words
 from skein.config.optimizer import GossipOptimizer, LambSpec, SgdSpec
 from skein.config.robust import CentredClip, NormClip, NoRobust, RobustSpec, check_robust
 from skein.config.rule import (
@@ -185,7 +184,7 @@ class OneBitLamb(_OneBit):
             raise UserError("aggregation.min_factor", self.min_factor, hint)
         if isinstance(job.optimizer, LambSpec) and job.optimizer.bias_correction:
             hint = "one_bit_lamb freezes the moments as they are: give false"
-            raise UserError("optimizer.bias_correction", Words("true"), hint)
+            raise UserError("optimizer.bias_correction", True, hint)
 
 
 class Lsgd(RuleSpec):
@@ -268,7 +267,7 @@ class Lsgd(RuleSpec):
                 "a walker of several stages cannot go on between two steps: "
                 "give false, or parallel: {stages: 1, layout: line}"
             )
-            raise UserError("aggregation.asynchronous", Words("true"), hint)
+            raise UserError("aggregation.asynchronous", True, hint)
 
 
 class Gossip(RuleSpec):
@@ -332,7 +331,7 @@ class Gossip(RuleSpec):
             raise UserError("optimizer.name", job.optimizer.name, hint)
         if isinstance(job.optimizer, SgdSpec) and job.optimizer.nesterov:
             hint = f"{self.method} says itself where momentum goes: give false"
-            raise UserError("optimizer.nesterov", Words("true"), hint)
+            raise UserError("optimizer.nesterov", True, hint)
         if self.method == "dsgd":
             _check_no_momentum(job.optimizer)
         if not isinstance(self.robust, NoRobust | NormClip | CentredClip):

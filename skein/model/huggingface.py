@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from skein.errors import UserError
+from skein.errors import UserError, shown
 from skein.model.shape import DecoderShape, Llama3Rope
 
 Shape = TypeVar("Shape", bound=DecoderShape)
@@ -91,7 +91,7 @@ def shape_from_config(config: Mapping[str, object], kind: type[Shape], dialect: 
     required = {**_REQUIRED, **dialect.required}
     for key, value in required.items():
         if config.get(key, value) != value:
-            raise UserError(f"config.{key}", config[key], f"only {value!r} is supported")
+            raise UserError(f"config.{key}", config[key], f"only {shown(value)} is supported")
     _check_known(config, kind, required)
     defaults = {**_DEFAULTS, **dialect.defaults}
     values = {name: config.get(name, defaults.get(name)) for name in kind.model_fields}
@@ -171,7 +171,7 @@ def _spelt(config: Mapping[str, object], dialect: Dialect) -> Mapping[str, objec
     spelt = {key: value for key, value in config.items() if key not in dialect.spellings}
     for key, name in dialect.spellings.items():
         if key in config and spelt.setdefault(name, config[key]) != config[key]:
-            raise UserError(f"config.{key}", config[key], f"{name} is {spelt[name]!r}: they mean the same")
+            raise UserError(f"config.{key}", config[key], f"{name} is {shown(spelt[name])}: they mean the same")
     return spelt
 
 

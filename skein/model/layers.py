@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, PrivateAttr
 
-from skein.errors import UserError
+from skein.errors import UserError, shown
 from skein.model.rows import VocabularySplit
 from skein.model.sparse.choices import Choices
 from skein.spec import Spec
@@ -254,7 +254,7 @@ def refuse_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) 
     """
     for key, value in ours.items():
         if theirs.get(key) != value:
-            raise UserError(f"model.{key}", value, f"the weights to start from have {theirs.get(key)!r}")
+            raise UserError(f"model.{key}", value, f"the weights to start from have {shown(theirs.get(key))}")
 
 
 @lru_cache(maxsize=64)

@@ -21,7 +21,7 @@ SOURCES = """[{format: text, path: books}, {format: jsonl, path: ../more.jsonl},
 DIGITS = "model={family: digits_cnn}"
 WRONG = {
     "model.preset=llama-2m": "model.preset: 'llama-2m': did you mean llama-125m? presets are llama-1m, ",
-    "model.preset=": "model.preset: None: give a shape, or a preset: llama-1m, ",
+    "model.preset=": "model.preset: null: give a shape, or a preset: llama-1m, ",
     "model.shape={}": "model.preset: 'llama-1m': give either preset or shape, not both",
     "parallel.stages=99": "parallel.stages: 99: the model has 7 layers to cut: give at most 7",
     "parallel.replicas=9": "parallel.replicas: 9: a step has 8 microbatches to share: give at most 8, ",

@@ -133,7 +133,7 @@ SQUARE = "{num_attention_heads: 4, num_key_value_heads: 4, intermediate_size: 70
         (
             f"{{family: llama, shape: {SQUARE}}}",
             "{form: 2d, sequence_parallel: true}",
-            "parallel.tensor.sequence_parallel: True: in form 2d samples and features are in blocks: "
+            "parallel.tensor.sequence_parallel: true: in form 2d samples and features are in blocks: "
             "give auto, or false",
         ),
         (
@@ -164,7 +164,7 @@ def test_sequences_are_in_parts_only_where_devices_share_blocks() -> None:
     text = re.sub("model:.*", "model: {family: mixtral, preset: mixtral-1m}", GOOD)
     tensor = "parallel: {tensor: {sequence_parallel: %s}}"
     assert mistakes(f"{text}\n{tensor % 'true'}") == [
-        "parallel.tensor.sequence_parallel: True: blocks of family mixtral as given are computed on one device: "
+        "parallel.tensor.sequence_parallel: true: blocks of family mixtral as given are computed on one device: "
         "give auto, or false, or model.placement: mesh"
     ]
     spread = text.replace("mixtral-1m", "mixtral-1m, placement: mesh")

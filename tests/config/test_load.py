@@ -80,7 +80,7 @@ WRONG_VALUES = {
     "it belongs to name: adam, adamw or lamb; with name: sgd here are "
     "learning_rate, schedule, final_learning_rate_ratio, drop_every_steps, drop_ratio, warmup_steps, weight_decay, "
     "clip_norm, name, momentum, nesterov",
-    "optimizer={name: sgd, momentum: 0, nesterov: true}": "optimizer.nesterov: True: give false, or a momentum above 0",
+    "optimizer={name: sgd, momentum: 0, nesterov: true}": "optimizer.nesterov: true: give false, or a momentum above 0",
     "optimizer={name: lamb, min_ratio: 20}": "optimizer.min_ratio: 20.0: give at most max_ratio (10)",
     "optimizer={min_ratio: 20}": "optimizer.min_ratio: 20: no such key: "
     "it belongs to name: lamb; with name: adamw here are learning_rate, schedule, "
@@ -127,7 +127,7 @@ WRONG_VALUES = {
             "router: switch": "router: 'switch': give softmax_topk, gshard, sigmoid, xmoe, expert_choice or softmoe",
             "router: expert_choice": f"router: 'expert_choice': {LATER}",
             "router: softmoe, slots: 2": f"router: 'softmoe': {LATER}",
-            "router: gshard, allow_lookahead: true": "allow_lookahead: True: "
+            "router: gshard, allow_lookahead: true": "allow_lookahead: true: "
             "by router: gshard no token sees a later one: leave it out",
             f"{SOFT}, capacity: 1": f"capacity: 1.0: by router: softmoe {EVEN}",
             f"{SOFT}, balance_coefficient: 0.1": f"balance_coefficient: 0.1: by router: softmoe {EVEN}",
@@ -137,7 +137,7 @@ WRONG_VALUES = {
             "it belongs to router: xmoe, and this is sigmoid: leave it out",
             "router: sigmoid, noise: 1": "noise: 1.0: "
             "it belongs to router: gshard, and this is sigmoid: leave it out",
-            "router: sigmoid, random_second: true": "random_second: True: "
+            "router: sigmoid, random_second: true": "random_second: true: "
             "it belongs to router: gshard, and this is sigmoid: leave it out",
             "router: gshard, noise: 0": "noise: 0: give a number above 0 and at most 100, or null",
             "slots: 2": "slots: 2: it belongs to router: softmoe, and this is softmax_topk: leave it out",
@@ -148,7 +148,7 @@ WRONG_VALUES = {
     "model={family: mixtral, init_from: /x, routing: {router: gshard, noise: 1}}": "model.routing.noise: 1.0: "
     "transformers has no noise on scores, so neither init_from nor exports have: leave it out for them",
     "model={family: qwen3_moe, preset: qwen3-moe-30m, routing: {router: gshard, random_second: true}}": ""
-    "model.routing.random_second: True: it is the second of two, and num_experts_per_tok is 4: "
+    "model.routing.random_second: true: it is the second of two, and num_experts_per_tok is 4: "
     "give 2 of these, or leave it out",
     "model={family: mixtral, shape: {num_experts_per_tok: 9}}": "model.shape.num_experts_per_tok: 9: "
     "there are 8 experts: give at most so many",

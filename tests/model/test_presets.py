@@ -61,7 +61,7 @@ def test_shape_is_the_preset_or_what_is_given() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (LlamaModel(), r"model\.preset: None: give a shape, or a preset: llama-1m, .*llama-8b"),
+        (LlamaModel(), r"model\.preset: null: give a shape, or a preset: llama-1m, .*llama-8b"),
         (
             LlamaModel(preset="llama-1m", shape=LlamaShape()),
             r"model\.preset: 'llama-1m': give either preset or shape, not both",

@@ -185,7 +185,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
         _set_config("rope_parameters", {"rope_theta": 7.0}),
         r"model\.rope_theta: 500\.0: .*7\.0",
     ),
-    "other ties": (_set_config("tie_word_embeddings", False), r"model\.tie_word_embeddings: True: .*False"),
+    "other ties": (_set_config("tie_word_embeddings", False), r"model\.tie_word_embeddings: true: .*false"),
     "other family": (_set_config("model_type", "mamba"), r"config\.model_type: 'mamba': only 'llama'"),
     "bias of another family": (
         _change_tensor(lambda x: x.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)})),
