@@ -90,6 +90,11 @@ class DecoderModel(AnyModel):
         # Query heads are a multiple of key heads.
         return math.gcd(shape.num_key_value_heads, shape.intermediate_size)
 
+    @property
+    def divided_words(self) -> str:
+        shape = decoder_shape(self)
+        return ", ".join(f"{name} ({getattr(shape, name)})" for name in self.divided)
+
     def shared(self, size: int) -> Self:
         assert self.tensor_divisor % size == 0
         return self._divided(size, self.divided)

@@ -171,7 +171,9 @@ def _spelt(config: Mapping[str, object], dialect: Dialect) -> Mapping[str, objec
     spelt = {key: value for key, value in config.items() if key not in dialect.spellings}
     for key, name in dialect.spellings.items():
         if key in config and spelt.setdefault(name, config[key]) != config[key]:
-            raise UserError(f"config.{key}", config[key], f"{name} is {shown(spelt[name])}: they mean the same")
+            raise UserError(
+                f"config.{key}", config[key], f"{name} is {shown(spelt[name])}: they mean the same"
+            )
     return spelt
 
 

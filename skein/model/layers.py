@@ -91,8 +91,6 @@ class AnyModel(Spec):
     """Whether routers in it weigh what goes through them by the valid tokens of a microbatch."""
     of_training: ClassVar[frozenset[str]] = frozenset()
     """Fields that say how it is trained, and nothing of what its weights compute."""
-    divided_words: ClassVar[str] = "heads, key-value heads and the inner width"
-    """Sizes that bound how many devices can share a block, in words."""
 
     _split: VocabularySplit = PrivateAttr(default=VocabularySplit.OFF)
 
@@ -130,6 +128,11 @@ class AnyModel(Spec):
     def smoothing(self) -> float:
         """Share of each label that training spreads over all classes."""
         return 0.0
+
+    @property
+    def divided_words(self) -> str:
+        """Sizes that bound how many devices can share a block, in words; empty where its family bounds that to one."""
+        return ""
 
     @property
     def is_spread(self) -> bool:

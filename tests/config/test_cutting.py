@@ -54,16 +54,24 @@ def test_a_vocabulary_is_not_cut_where_that_cannot_be(more: str, split: str, mis
     assert mistake in told
 
 
-_HEADS = "heads, key-value heads and the inner width divide into 1, 2: give one of these, or auto"
-_ONE = "are computed on one device: give 1, or auto"
+_HEADS = (
+    "num_attention_heads (4), num_key_value_heads (2), intermediate_size (704) divide into 1, 2: "
+    "give one of these, or auto"
+)
+_ALONE = "(1), intermediate_size (704) divide into 1 alone, so blocks are computed on one device"
+_ONE = "computed on one device: give 1, or auto"
 
 
 @pytest.mark.parametrize(
     ("model", "parallel", "mistake"),
     [
         ("preset: mixtral-1m", "{}", ""),
-        ("shape: {num_key_value_heads: 1}", "{}", "heads and key-value heads, with an expert for each"),
-        ("shape: {num_local_experts: 1, num_experts_per_tok: 1}", "{}", "do not divide: give stage"),
+        ("shape: {num_key_value_heads: 1}", "{}", "num_key_value_heads (1), with one of 8 experts for each"),
+        (
+            "shape: {num_local_experts: 1, num_experts_per_tok: 1}",
+            "{}",
+            "divide into 1 alone, so blocks are computed on one device: give stage",
+        ),
         (
             "preset: mixtral-1m",
             "{tensor: {size: 1}}",
@@ -88,7 +96,11 @@ def test_experts_go_over_a_mesh_where_they_divide(model: str, parallel: str, mis
         ("{family: llama, shape: {num_key_value_heads: 2, intermediate_size: 704}}", "2", ""),
         ("{family: llama, shape: {num_key_value_heads: 2, intermediate_size: 704}}", "auto", ""),
         ("{family: llama, shape: {num_key_value_heads: 2, intermediate_size: 704}}", "4", _HEADS),
-        ("{family: llama, shape: {num_key_value_heads: 1, intermediate_size: 704}}", "2", _ONE),
+        (
+            "{family: llama, shape: {num_key_value_heads: 1, intermediate_size: 704}}",
+            "2",
+            f"{_ALONE}: give 1, or auto",
+        ),
         ("{family: mixtral, preset: mixtral-1m}", "2", f"{_ONE}, or model.placement: mesh"),
         ("{family: mixtral, preset: mixtral-1m, placement: mesh}", "2", ""),
         ("{family: mixtral, preset: mixtral-1m}", "1", ""),
@@ -120,15 +132,21 @@ SQUARE = "{num_attention_heads: 4, num_key_value_heads: 4, intermediate_size: 70
         ),
         (
             f"{{family: llama, shape: {SQUARE}}}",
+            "{form: 2d, size: 1}",
+            "parallel.tensor.size: 1: form 2d takes a square: give 4, 9, 16, or auto",
+        ),
+        (
+            f"{{family: llama, shape: {SQUARE}}}",
             "{form: 2d, size: 9}",
             "parallel.tensor.form: '2d': 3 x 3 devices do not divide num_attention_heads (4), num_key_value_heads (4), "
-            "intermediate_size (704), hidden_size (256), batch.microbatch_samples (4): give a size that does, or 1d",
+            "intermediate_size (704), hidden_size (256), batch.microbatch_samples (4): "
+            "change these, or give another size, or 1d",
         ),
         (
             "{family: llama, shape: {num_key_value_heads: 1}}",
             "{form: 2d}",
             "parallel.tensor.form: '2d': 2 x 2 devices do not divide num_key_value_heads (1): "
-            "give a size that does, or 1d",
+            "change these, or give another size, or 1d",
         ),
         (
             f"{{family: llama, shape: {SQUARE}}}",
@@ -164,7 +182,7 @@ def test_sequences_are_in_parts_only_where_devices_share_blocks() -> None:
     text = re.sub("model:.*", "model: {family: mixtral, preset: mixtral-1m}", GOOD)
     tensor = "parallel: {tensor: {sequence_parallel: %s}}"
     assert mistakes(f"{text}\n{tensor % 'true'}") == [
-        "parallel.tensor.sequence_parallel: true: blocks of family mixtral as given are computed on one device: "
+        "parallel.tensor.sequence_parallel: true: blocks of family mixtral are computed on one device: "
         "give auto, or false, or model.placement: mesh"
     ]
     spread = text.replace("mixtral-1m", "mixtral-1m, placement: mesh")

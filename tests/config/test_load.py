@@ -116,7 +116,7 @@ WRONG_VALUES = {
     "it belongs to family: llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe; "
     "with family: digits_cnn here are family, label_smoothing, channels, num_blocks, groups",
     "model={family: mixtral, preset: mixtral-1m, routing: {capacity: 0.001}}": "model.routing.capacity: 0.001: "
-    "experts would take 0.51 choices of a microbatch of 1024 tokens: give 0.002",
+    "experts would take 0.51 choices of a microbatch of 1024 tokens, less than one: give at least 0.002",
     "model={family: mixtral, preset: mixtral-1m, routing: {drop: prob}}": "model.routing.drop: 'prob': "
     "give choice_major, token_major or probs; did you mean probs?",
     "model.routing={capacity: 1}": "model.routing: a mapping: no such key: it belongs to family: mixtral or qwen3_moe; "

@@ -229,19 +229,13 @@ class MeshStage:
         stage, load = self._module.stage, device_load(self._job, self._module.stage, self.form)
         needed, room = load.memory_bytes(self._slots), self._mesh.device_bytes
         level = logging.INFO if needed <= room else logging.WARNING
-        sizes = f"each needs {format_bytes(needed)} of {format_bytes(room)}"
+        who = "each" if self.form.size > 1 else "it"
+        sizes = f"{who} needs {format_bytes(needed)} of {format_bytes(room)}"
         _log.log(level, "stage=%d on %s: %s", stage.index, self.form, sizes)
-        num_devices, divisor = len(self._mesh.devices), self._job.model.tensor_divisor
+        num_devices = len(self._mesh.devices)
         if self.form.size < num_devices:
-            tensor = self._job.parallel.tensor
-            why = f"parallel.tensor has form {tensor.form}, size {tensor.size}; blocks divide into {divisor} shares"
-            _log.warning(
-                "stage=%d uses %d of %d devices: %s",
-                stage.index,
-                self.form.size,
-                num_devices,
-                why,
-            )
+            why = self._job.parallel.tensor.why_fewer(self._job.model, self.form)
+            _log.warning("stage=%d uses %d of %d devices: %s", stage.index, self.form.size, num_devices, why)
 
     def _part(self, whole: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
         num_experts = self._job.model.num_experts

@@ -27,9 +27,15 @@ class MeshForm(Spec):
     is_grid: bool = False
 
     def __str__(self) -> str:
+        """
+        >>> [str(MeshForm(size=4, **x)) for x in ({}, {"in_sequence": True}, {"is_grid": True})]
+        ['4 devices, sequence whole', '4 devices, sequence in parts', '2 x 2 devices']
+        """
+        if self.size == 1:
+            return "one device"
         if self.is_grid:
             return f"{self.side} x {self.side} devices"
-        return f"{self.size} devices{', sequence in parts' * self.in_sequence}"
+        return f"{self.size} devices, sequence {'in parts' if self.in_sequence else 'whole'}"
 
     @property
     def name(self) -> str:
@@ -84,32 +90,23 @@ class TensorSpec(Spec):
         if self.form == "2d":
             self._check_grid(model, num_samples)
             return
-        divisor = model.tensor_divisor
+        divisor, or_spread = model.tensor_divisor, ", or model.placement: mesh" * model.has_experts
         if model.is_spread and 1 in (divisor, self.size):
-            hint = f"{model.divided_words} do not divide: give stage"
+            hint = f"{_divided(model)}: give stage"
             if divisor != 1:
                 hint = "parallel.tensor.size: 1 leaves all on one device: give stage, or a larger size"
             raise UserError("model.placement", "mesh", hint)
         if self.sequence_parallel is True and divisor == 1:
-            hint = f"blocks of family {model.family} as given are computed on one device: give auto, or false"
-            if model.has_experts:
-                hint += ", or model.placement: mesh"
+            hint = f"{_divided(model)}: give auto, or false{or_spread}"
             raise UserError("parallel.tensor.sequence_parallel", True, hint)
         if self.size == "auto" or divisor % self.size == 0:
             return
-        hint = f"blocks of family {model.family} as given are computed on one device: give 1, or auto"
-        if model.has_experts:
-            hint += ", or model.placement: mesh"
-        if divisor > 1:
-            sizes = ", ".join(
-                map(str, (n for n in range(1, min(divisor, MOST_DEVICES) + 1) if divisor % n == 0))
-            )
-            hint = f"{model.divided_words} divide into {sizes}: give one of these, or auto"
-        raise UserError("parallel.tensor.size", self.size, hint)
+        what = "one of these, or auto" if divisor > 1 else f"1, or auto{or_spread}"
+        raise UserError("parallel.tensor.size", self.size, f"{_divided(model)}: give {what}")
 
     def _check_grid(self, model: AnyModel, num_samples: int) -> None:
         side = 2 if self.size == "auto" else math.isqrt(self.size)
-        if self.size != "auto" and side * side != self.size:
+        if self.size != "auto" and (side == 1 or side * side != self.size):
             raise UserError(
                 "parallel.tensor.size", self.size, "form 2d takes a square: give 4, 9, 16, or auto"
             )
@@ -124,12 +121,13 @@ class TensorSpec(Spec):
                 "experts take tokens with all features, and in blocks no device has these: give auto, or 1d"
             )
         elif not model.grid_sizes:
-            hint = f"blocks of family {model.family} as given are not computed in blocks: give auto, or 1d"
+            hint = f"family {model.family} is not computed over a square of devices: give auto, or 1d"
         elif model.vocabulary_split is not VocabularySplit.OFF:
             hint = "shards of the vocabulary are whole on each device: give 1d, or parallel.vocabulary.split: off"
         elif undivided := _undivided(side, model, num_samples):
             hint = (
-                f"{side} x {side} devices do not divide {', '.join(undivided)}: give a size that does, or 1d"
+                f"{side} x {side} devices do not divide {', '.join(undivided)}: "
+                "change these, or give another size, or 1d"
             )
         if hint is not None:
             raise UserError("parallel.tensor.form", self.form, hint)
@@ -143,6 +141,22 @@ class TensorSpec(Spec):
         """
         most = num_devices if self.size == "auto" else min(num_devices, self.size)
         return max(size for size in range(1, most + 1) if model.tensor_divisor % size == 0)
+
+    def why_fewer(self, model: AnyModel, form: MeshForm) -> str:
+        """Why blocks are shared in `form`, by fewer devices than a worker has.
+
+        >>> from skein.model.families.mlp import MlpModel
+        >>> TensorSpec().why_fewer(MlpModel(family="mlp", widths=(4,)), MeshForm(size=1))
+        'blocks of family mlp are computed on one device'
+        """
+        if self.size == form.size:
+            return f"parallel.tensor.size is {self.size}"
+        if form.is_grid or self.form == "2d":
+            sizes = ", ".join(f"{name} ({size})" for name, size in model.grid_sizes.items())
+            return f"form 2d takes q x q devices where q divides {sizes} and batch.microbatch_samples"
+        return _divided(model) + "; model.placement: mesh would share them" * (
+            model.has_experts and not model.is_spread
+        )
 
     def side_on(self, num_devices: int, model: AnyModel, num_samples: int) -> int:
         """Side of the largest square of so many devices that can share each block; 1: none can."""
@@ -162,6 +176,17 @@ class TensorSpec(Spec):
                 yield MeshForm(size=size)
         if self.form == "2d" or (self.form == "auto" and side > 1 and self.sequence_parallel is not True):
             yield MeshForm(size=side**2, is_grid=side > 1)
+
+
+def _divided(model: AnyModel) -> str:
+    """Into how many devices' parts blocks of a model divide, and because of what."""
+    divisor = model.tensor_divisor
+    if not model.divided_words:
+        return f"blocks of family {model.family} are computed on one device"
+    if divisor == 1:
+        return f"{model.divided_words} divide into 1 alone, so blocks are computed on one device"
+    sizes = [n for n in range(1, min(divisor, MOST_DEVICES) + 1) if divisor % n == 0]
+    return f"{model.divided_words} divide into {', '.join(map(str, sizes))}"
 
 
 def _undivided(side: int, model: AnyModel, num_samples: int) -> list[str]:

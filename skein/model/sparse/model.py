@@ -19,7 +19,6 @@ class SparseModel(DecoderModel):
 
     has_experts: ClassVar[bool] = True
     divided: ClassVar[tuple[str, ...]] = ("num_attention_heads", "num_key_value_heads")
-    divided_words: ClassVar[str] = "heads and key-value heads, with an expert for each device at least,"
 
     routing: RoutingSpec = RoutingSpec()
     placement: ExpertPlacement = ExpertPlacement.STAGE
@@ -87,6 +86,12 @@ class SparseModel(DecoderModel):
         return max(size for size in range(1, most + 1) if num_heads % size == 0)
 
     @property
+    def divided_words(self) -> str:
+        if not self.is_spread:
+            return ""
+        return f"{super().divided_words}, with one of {self.num_experts} experts for each device at least,"
+
+    @property
     def grid_sizes(self) -> Mapping[str, int]:
         return {}
 
@@ -108,5 +113,8 @@ class SparseModel(DecoderModel):
         share = self.experts.even_choices(num_tokens)
         if capacity is not None and share < 1:
             least = math.ceil(1000 * capacity / share) / 1000
-            hint = f"experts would take {share:.2g} choices of a microbatch of {num_tokens} tokens: give {least:g}"
+            hint = (
+                f"experts would take {share:.2g} choices of a microbatch of {num_tokens} tokens, less than one: "
+                f"give at least {least:g}"
+            )
             raise UserError("model.routing.capacity", capacity, hint)

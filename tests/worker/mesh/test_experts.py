@@ -368,6 +368,6 @@ def test_a_mesh_uses_as_many_devices_as_heads_and_experts_allow() -> None:
     sizes = [TensorSpec().size_on(n, few) for n in (1, 2, 3, 4)]
     assert sizes == [1, 2, 2, 2], "four heads, three experts"
     with pytest.raises(
-        UserError, match="with an expert for each device at least, divide into 1, 2: give one"
+        UserError, match="with one of 3 experts for each device at least, divide into 1, 2: give one"
     ):
         TensorSpec(size=4).check(few, 1)
