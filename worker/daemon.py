@@ -26,6 +26,7 @@ from skein.own import install_hint
 from skein.protocol.worker.worker_io import StopRequested, WorkerEvent
 from skein.storage.places import Places
 from skein.types import WORKER_NAME_PATTERN, Incarnation, SiteId, WorkerId
+from skein.units import counted
 from skein.wire.channel import join_address, require_safe_bind, split_address
 from skein.wire.credentials import Credentials, Wallet
 from skein.wire.identity.joining import JoinLine, is_join_line
@@ -328,9 +329,9 @@ def _checked_devices(options: WorkerOptions, num_cuda: int) -> tuple[str, ...]:
     for device in devices:
         kind, _, number = device.partition(":")
         if kind == "cuda" and int(number) >= num_cuda:
-            hint = (
-                f"torch finds {num_cuda} GPUs that it can use, cuda:0 being the first: name those, or cpu:2"
-            )
+            hint = "torch finds no GPU that it can use: give cpu:2 or so, or install torch for CUDA"
+            if num_cuda:
+                hint = f"torch finds {counted(num_cuda, 'GPU')} that it can use, from cuda:0 on: name those"
             raise UserError("devices", device, hint)
     return devices
 

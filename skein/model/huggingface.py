@@ -29,6 +29,8 @@ class Dialect:
     """The only value of each key that our decoder computes, as far as not all families have it."""
     windowed: Mapping[str, object] = field(default_factory=dict)
     """Keys that turn a window of attention on besides its length; transformers assumes it to be off."""
+    stated: tuple[str, ...] = ()
+    """Keys that the file must have: what transformers assumes may be another model's, and weights may fit it."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Our name of each key that some releases of transformers write otherwise."""
 
@@ -93,6 +95,10 @@ def shape_from_config(config: Mapping[str, object], kind: type[Shape], dialect: 
         if config.get(key, value) != value:
             raise UserError(f"config.{key}", config[key], f"only {shown(value)} is supported")
     _check_known(config, kind, required)
+    for key in dialect.stated:
+        if config.get(key) is None:
+            hint = "config.json does not say it, and must: write there what the model was trained with"
+            raise UserError(f"config.{key}", None, hint)
     defaults = {**_DEFAULTS, **dialect.defaults}
     values = {name: config.get(name, defaults.get(name)) for name in kind.model_fields}
     theta = defaults.get("rope_theta", _DEFAULT_THETA)
@@ -106,7 +112,7 @@ def shape_from_config(config: Mapping[str, object], kind: type[Shape], dialect: 
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _refusal(values, error) from error
+        raise _refusal(error) from error
 
 
 def config_from_shape(shape: DecoderShape, dialect: Dialect, model_type: str) -> dict[str, object]:
@@ -188,12 +194,13 @@ def _check_known(
             raise UserError(f"config.{key}", value, hint)
 
 
-def _refusal(values: Mapping[str, object], error: ValidationError) -> UserError:
+def _refusal(error: ValidationError) -> UserError:
     first = error.errors()[0]
-    if first["loc"]:
-        return UserError(f"config.{'.'.join(map(str, first['loc']))}", first["input"], first["msg"])
-    # Sizes that do not fit together: those of the heads.
-    return UserError("config", {key: values[key] for key in sorted(values) if "head" in key}, first["msg"])
+    reason, field = first.get("ctx", {}).get("error"), ".".join(map(str, ("config", *first["loc"])))
+    if isinstance(reason, UserError):
+        # Sizes that do not fit together.
+        return UserError(f"{field}.{reason.field}", reason.value, reason.hint)
+    return UserError(field, first["input"], first["msg"])
 
 
 def _head_dim(values: Mapping[str, object]) -> object:

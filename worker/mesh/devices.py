@@ -10,7 +10,7 @@ from pathlib import Path
 from skein.config.mesh.tensor import MOST_DEVICES
 from skein.errors import UserError
 
-_FORM = re.compile(r"(cpu)(?::([1-9]\d{0,5}))?|(cuda):(\d{1,3})", re.ASCII)
+_FORM = re.compile(r"(cpu)(?::([1-9]\d{0,8}))?|(cuda):(\d{1,9})", re.ASCII)
 _HINT = "give cuda:0,cuda:1 or so, or cpu:2 for two processes on the processors"
 
 
@@ -24,13 +24,14 @@ def parse_devices(text: str) -> tuple[str, ...]:
     (('cpu', 'cpu'), ('cuda:0', 'cuda:2'), ('cpu',))
     """
     found: list[str] = []
-    for part in text.split(","):
-        form = _FORM.fullmatch(part.strip())
+    for part in map(str.strip, text.split(",")):
+        form = _FORM.fullmatch(part)
         if form is None:
-            raise UserError("devices", text, f"{part.strip()!r} is no device: {_HINT}")
-        found += [f"cuda:{int(form[4])}"] if form[3] else ["cpu"] * int(form[2] or 1)
-    if len(found) > MOST_DEVICES:
-        raise UserError("devices", text, f"a mesh of {len(found)} devices: give at most {MOST_DEVICES}")
+            raise UserError("devices", part, f"no device of torch's: {_HINT}")
+        num_more = 1 if form[3] else int(form[2] or 1)
+        if len(found) + num_more > MOST_DEVICES:
+            raise UserError("devices", text, f"too many for one mesh: give at most {MOST_DEVICES}")
+        found += [f"cuda:{int(form[4])}"] if form[3] else ["cpu"] * num_more
     if len({device.partition(":")[0] for device in found}) > 1:
         raise UserError("devices", text, f"devices that share each layer must be alike: {_HINT}")
     if len(set(found)) < len(found) and found[0] != "cpu":

@@ -80,12 +80,11 @@ class MixtralModel(SparseModel):
             "intermediate_size": 14_336,
             "max_position_embeddings": 131_072,
             "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
         },
         required={"router_jitter_noise": 0.0},
+        stated=("num_local_experts", "num_experts_per_tok"),
     )
     presets: ClassVar[Mapping[str, DecoderShape]] = PRESETS
 

@@ -101,14 +101,11 @@ class Qwen3MoeModel(SparseModel):
             "num_hidden_layers": 24,
             "intermediate_size": 6144,
             "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
         },
         # A block with a feed-forward of its own among those with experts is none of ours.
         required={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         windowed={"use_sliding_window": True},
+        stated=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
         spellings={"num_local_experts": "num_experts"},
     )
     presets: ClassVar[Mapping[str, DecoderShape]] = PRESETS
