@@ -143,7 +143,7 @@ class TensorSpec(Spec):
         return max(size for size in range(1, most + 1) if model.tensor_divisor % size == 0)
 
     def why_fewer(self, model: AnyModel, form: MeshForm) -> str:
-        """Why blocks are shared in `form`, by fewer devices than a worker has.
+        """Reason for which blocks are shared in `form`, by fewer devices than a worker has.
 
         >>> from skein.model.families.mlp import MlpModel
         >>> TensorSpec().why_fewer(MlpModel(family="mlp", widths=(4,)), MeshForm(size=1))
