@@ -22,7 +22,7 @@ from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.model.rows import RowCut, ShardScope
 from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
-from skein.plan.changing.clauses import About, Clause, Clauses
+from skein.plan.changing.clauses import About, Clause, Clauses, and_more, held_by
 from skein.plan.changing.easing import with_cure
 from skein.plan.changing.leeway import is_settled, settled, settlings, weighed_s
 from skein.plan.changing.shards import SeatedShards, is_near, seat_shards, shard_clauses
@@ -469,12 +469,7 @@ def _reasons(
     loads: Sequence[StageLoad],
     previous: Plan | None,
 ) -> Iterator[Clause]:
-    counts = [len(holders) for holders in seating.holders]
-    fewest, most = min(counts), max(counts)
-    replicas = counted(most, "replica") if fewest == most else f"{fewest} to {most} replicas"
-    num_busy = sum(1 for held in seating.held if held)
-    stages = counted(len(counts), "stage")
-    yield Clause(f"{num_busy} of {counted(len(seating.held), 'worker')}: {stages} x {replicas}")
+    yield held_by(seating.holders, len(seating.held))
     first, *others = sorted(chunk.stage for chunk in step.visits if chunk.worker == step.slowest)
     yield Clause(f"{step.slowest} computes longest (stage {first}{and_more(others)})")
     num_split = len(split_stages(job, [load.stage for load in loads]))
@@ -490,8 +485,3 @@ def _reasons(
             state = format_bytes(brought_bytes(loads, job.parallel.layout, moved, slots))
             what = f"{state} of state: stage {moved[0].stage} to {moved[0].worker}{and_more(moved[1:])}"
             yield Clause(what, About.MOVES)
-
-
-def and_more(others: Sequence[object]) -> str:
-    """Words for all but the first of a list that is too long to tell; empty if there are no others."""
-    return f" and {len(others)} more" if others else ""

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from skein.config.job import JobSpec
-from skein.plan.balanced import and_more, balanced_on, make_balanced_plan, pool_of
-from skein.plan.changing.clauses import Clause
+from skein.plan.balanced import balanced_on, make_balanced_plan, pool_of
+from skein.plan.changing.clauses import Clause, Clauses, and_more, held_by
 from skein.plan.changing.leeway import beginning_ops, by_promise, settled, settlings, weighed_s
 from skein.plan.changing.moving import Held
 from skein.plan.changing.reasons import NUM_LOST, doubted, fullest, manner, searched_from, settled_so
@@ -452,7 +452,7 @@ def plan_of(job: JobSpec, base: Plan, posed: Posed, found: Found, *, started: _S
         groups=tuple(group for group, _ in groups_of(job, base.stages, chunks, pool)),
         predicted_step_s=found.jittered_s,
         lower_bound_s=bound.seconds,
-        reason=base.reason.only_first().then(
+        reason=Clauses((held_by(holders, len(pool.workers)),)).then(
             Clause(f"paths of {problem.path_len} of {counted(problem.num_stages, 'stage')}"),
             searched_from(found.jittered_s, started),
             Clause(f"bounded by {bound.binding}"),

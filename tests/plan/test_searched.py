@@ -220,6 +220,9 @@ def test_a_slow_worker_is_left_for_an_idle_one_if_there_are_steps_enough_for_it(
     assert isinstance(plan, Plan)
     assert (WorkerId("w1") not in plan.workers) is is_moved
     assert ("moves" in str(plan.reason)) is is_moved
+    # Whatever it follows was made for two workers.
+    assert str(even.reason).startswith("2 of 2 workers: 2 stages x 1 replica; ")
+    assert str(plan.reason).startswith("2 of 3 workers: 2 stages x 1 replica; ")
 
 
 def test_stages_that_many_leave_out_are_offered_fewer_holders() -> None:

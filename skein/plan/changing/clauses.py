@@ -3,8 +3,11 @@
 `str` makes the one line that logs, records and users have of them, and `parse_clauses` reads that again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from skein.units import counted
 
 
 class About(StrEnum):
@@ -52,10 +55,6 @@ class Clauses:
         places = (i for i, clause in enumerate(self.all) if clause.about is about)
         return Clauses(self.all[: next(places, None)])
 
-    def only_first(self) -> "Clauses":
-        """The first clause: what the plan is made of."""
-        return Clauses(self.all[:1])
-
     def then(self, *clauses: Clause) -> "Clauses":
         """The clauses with `clauses` at the end."""
         return Clauses((*self.all, *clauses))
@@ -64,6 +63,28 @@ class Clauses:
         """The clauses with `clause` in front of what the plan moves."""
         made = self.before(About.MOVES)
         return made.then(clause, *self.all[len(made.all) :])
+
+
+def held_by(holders: Sequence[Sequence[object]], num_workers: int) -> Clause:
+    """The first clause of any plan: how many of so many workers hold something, and its stages.
+
+    Args:
+        holders: of each stage.
+
+    >>> print(held_by([["w0", "w1"], ["w1"]], 3))
+    2 of 3 workers: 2 stages x 1 to 2 replicas
+    """
+    fewest, most = min(map(len, holders)), max(map(len, holders))
+    replicas = counted(most, "replica") if fewest == most else f"{fewest} to {most} replicas"
+    num_busy = len({worker for held in holders for worker in held})
+    return Clause(
+        f"{num_busy} of {counted(num_workers, 'worker')}: {counted(len(holders), 'stage')} x {replicas}"
+    )
+
+
+def and_more(others: Sequence[object]) -> str:
+    """Words for all but the first of a list that is too long to tell; empty if there are no others."""
+    return f" and {len(others)} more" if others else ""
 
 
 def parse_clauses(text: str) -> Clauses:

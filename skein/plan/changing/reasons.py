@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from skein.config.job import JobSpec
-from skein.plan.balanced import and_more
-from skein.plan.changing.clauses import Clause
+from skein.plan.changing.clauses import Clause, and_more
 from skein.plan.clock.holding import planned_uses
 from skein.plan.place import Pool
 from skein.plan.plan import Plan

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skein.plan.balanced import and_more
-from skein.plan.changing.clauses import About, Clause
+from skein.plan.changing.clauses import About, Clause, and_more
 from skein.plan.changing.moving import fetch_s
 from skein.plan.load import moved_bytes
 from skein.plan.plan import Infeasible, Plan
