@@ -76,7 +76,7 @@ class WorkerRow:
 
     `held` microbatches at most, of its `slots`; `held_bytes` with parameters and all, of its `memory_bytes`, None where
     nobody said; `busy_s` at work in a step. Of a mesh the fullest of `num_devices` needs `device_bytes` of its
-    `device_room_bytes`.
+    `device_room_bytes`; no stage is shared by more than `num_used_devices`.
     """
 
     worker: str
@@ -87,6 +87,7 @@ class WorkerRow:
     memory_bytes: int | None
     busy_s: float
     num_devices: int = 1
+    num_used_devices: int = 1
     device_bytes: int | None = None
     device_room_bytes: int | None = None
 
@@ -286,6 +287,7 @@ def _workers(case: KnownProblem, problem: Problem, routing: Routing) -> tuple[Wo
                 memory_bytes=None if memory is None else memory.worker_bytes[worker],
                 busy_s=busy_s[worker],
                 num_devices=1 if device is None else device.num_devices,
+                num_used_devices=1 if device is None else device.num_used,
                 device_bytes=None if device is None else device.needed_bytes,
                 device_room_bytes=None if device is None else device.room_bytes,
             )

@@ -114,7 +114,12 @@ def _workers(report: Report) -> Iterator[str]:
     for row in report.workers:
         if row.device_bytes is not None:
             held = _memory(row.device_bytes, row.device_room_bytes)
-            yield f"{row.worker}: the fullest of its {row.num_devices} devices holds {held}"
+            rest = (
+                ""
+                if row.num_used_devices == row.num_devices
+                else f"; {row.num_used_devices} share a stage at most"
+            )
+            yield f"{row.worker}: the fullest of its {row.num_devices} devices holds {held}{rest}"
 
 
 def _memory(held_bytes: int | None, memory_bytes: int | None) -> str:

@@ -170,6 +170,9 @@ def test_a_fleet_and_a_job_are_planned_for_the_whole_step() -> None:
     (told,) = [line for line in report_lines(found, all_paths=False) if "fullest" in line]
     assert "b1: the fullest of its 2 devices holds " in told
     assert told.endswith(f" of {format_bytes(4 * 10**9)}")
+    three = reported(FLEET.replace("{name: b1,", "{devices: 3, name: b1,"))
+    (told,) = [line for line in report_lines(three, all_paths=False) if "fullest" in line]
+    assert told.endswith("; 2 share a stage at most"), "two key-value heads"
 
 
 def test_what_aggregation_costs_is_told_of_a_fleet_and_of_no_instance() -> None:

@@ -39,10 +39,11 @@ def refused_without_mesh(job: JobSpec, fleet: Fleet) -> Infeasible | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullestDevice:
-    """Memory that a plan needs of the fullest device of a mesh, and what it has."""
+    """Memory that a plan needs of the fullest device of a mesh, and what it has; most devices that share a stage."""
 
     worker: WorkerId
     num_devices: int
+    num_used: int
     needed_bytes: int
     room_bytes: int
 
@@ -90,6 +91,7 @@ def _fullest(
     return FullestDevice(
         worker=worker.worker,
         num_devices=profile.num_devices,
+        num_used=num_used,
         needed_bytes=needed,
         room_bytes=profile.memory_bytes // num_sharing,
     )
