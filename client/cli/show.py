@@ -133,7 +133,7 @@ def job_lines(status: JobStatus) -> list[str]:
         else duration(eta_s(status.step, status.total_steps, status.step_s)),
         "workers": f"{status.num_workers}, generation {status.generation}",
         "holders": "; ".join(found.words for found in status.shortfalls)
-        or (_NONE if not status.plan else "as asked"),
+        or (_NONE if not status.plan or status.state.is_final else "as asked"),
         **({"quarantined": ", ".join(status.quarantined)} if status.quarantined else {}),
         "incidents": incidents,
         "plan": status.plan or _NONE,
@@ -199,9 +199,9 @@ def factor(ratio: float) -> str:
     """Ratio in words: how many times more or less.
 
     >>> factor(657.02), factor(0.25)
-    ('657 times', 'a 4th')
+    ('657 times', '0.25 times')
     """
-    return f"{ratio:.3g} times" if ratio >= 1 else f"a {1 / ratio:.3g}th"
+    return f"{ratio:.3g} times"
 
 
 def _data(status: JobStatus, spec: JobSpec) -> str:
@@ -304,7 +304,7 @@ def form_rows(status: JobStatus) -> list[tuple[str, ...]]:
     ]
 
 
-COLLECTIVE_COLUMNS = ("WORKER", "COLLECTIVES", "NUMBER", "PLANNED", "MEASURED", "OFF", "FITTED", "R2")
+COLLECTIVE_COLUMNS = ("WORKER", "COLLECTIVES", "NUMBER", "PLANNED", "MEASURED", "OFF BY", "FITTED", "R2")
 
 
 def collective_rows(status: JobStatus) -> list[tuple[str, ...]]:

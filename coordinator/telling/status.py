@@ -137,11 +137,16 @@ def with_told(uses: Iterable[WorkerUse], reported: Reported) -> tuple[WorkerUse,
         use.told(
             {StageIndex(int(x)): int(peak) for x, peak in peaks.get(use.worker, {}).items() if x.isdecimal()},
             bubbles.get(use.worker, {}).get(""),
-            _collectives(use.worker, reported),
+            _collectives(use.worker, reported) if _shares_any(use, reported) else (),
             _forms(use.worker, reported),
         )
         for use in uses
     )
+
+
+def _shares_any(use: WorkerUse, reported: Reported) -> bool:
+    """Whether devices share a stage of the job; else collectives, counted since the worker began, are of others."""
+    return any(x.num_devices > 1 and x.stage in use.stages for x in _forms(use.worker, reported))
 
 
 def expert_tokens(crew: Iterable[WorkerId], reported: Reported) -> Mapping[int, Mapping[str, float]]:

@@ -165,6 +165,9 @@ def test_what_the_plan_uses_of_workers_stands_beside_what_they_told() -> None:
     assert all(0 <= use.planned_bubble < 1 for use in uses)
     assert any(use.planned_bytes > 0 for use in uses)
     assert brief(version=12).uses == ()
+    # What was counted in an earlier job is not of this one, where one device computes each stage.
+    told["skein_worker_stage_devices"] = {worker(0): {"0/whole": 1.0, "1/whole": 1.0, "7/1d": 2.0}}
+    assert job_status(view, Journal(nothing_kept), JOB, lambda name: told[name]).uses[0].collectives == ()
     metrics = CoordinatorMetrics()
     sampled(metrics, machine(version=12))
     shown = samples(metrics)
