@@ -134,6 +134,7 @@ def job_lines(status: JobStatus) -> list[str]:
         "workers": f"{status.num_workers}, generation {status.generation}",
         "holders": "; ".join(found.words for found in status.shortfalls)
         or (_NONE if not status.plan or status.state.is_final else "as asked"),
+        **({"tensor": _UNSHARED} if _is_unshared(status, spec) else {}),
         **({"quarantined": ", ".join(status.quarantined)} if status.quarantined else {}),
         "incidents": incidents,
         "plan": status.plan or _NONE,
@@ -177,6 +178,17 @@ def experts_text(status: JobStatus) -> str:
             f", busiest {status.busiest_expert:.2g} and idlest {status.idlest_expert:.2g} of an even share"
         )
     return f"balance {number(status.balance_loss)} (1: used evenly){loads}{dropped}"
+
+
+_UNSHARED = "no stage is on several devices, as parallel.tensor asks: see skein workers, and skein logs"
+
+
+def _is_unshared(status: JobStatus, spec: JobSpec) -> bool:
+    """Whether a job asks for several devices of a worker and none share a stage, once all workers have told."""
+    tensor = spec.parallel.tensor
+    asks = tensor.form != "auto" or tensor.sequence_parallel is True or tensor.size not in ("auto", 1)
+    has_told = bool(status.uses) and all(use.held_peaks for use in status.uses)
+    return asks and has_told and not any(form.num_devices > 1 for use in status.uses for form in use.forms)
 
 
 def late_samples(status: JobStatus) -> str:
