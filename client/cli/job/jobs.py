@@ -179,7 +179,7 @@ def jobs(*, is_json: bool) -> None:
     "--watch", "is_watching", is_flag=True, help="Show it anew, with its curve, until the job ends."
 )
 def status(job: str, *, is_watching: bool, is_json: bool) -> int:
-    """Show how far JOB is, and what its plan takes ops, transfers, steps and memory for beside what they take."""
+    """Show how far JOB is, and times and memory as its plan has them, beside those that were measured."""
     if is_watching and is_json:
         raise click.UsageError(
             "--watch shows a screen, --json prints once: skein logs -f --json tells events"
