@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -142,7 +143,8 @@ def _difference(one: Pass, other: Pass, batch: RowBatch) -> float:
     for made in (one, other):
         made.clear()
         made.run(*batch)
-    off, norm = ((x.to(torch.float64)).norm(dim=1) for x in (one.grads - other.grads, other.grads))
+    norms = partial(torch.linalg.vector_norm, dim=1, dtype=torch.float64)
+    off, norm = norms(one.grads - other.grads), norms(other.grads)
     shares = torch.where(norm > 0, off / norm, off)[norm.isfinite()]
     return float(shares.nan_to_num(nan=torch.inf).max()) if len(shares) else 0.0
 

@@ -18,7 +18,7 @@ from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.plan.plan import Group
 from skein.types import ChunkRef, Own, Precision, StageIndex, StageSpec, Step, WorkerId
 from tests.support.hands import record
-from tests.worker.model.builders import MODELS, NUM_TOKENS, assert_near, part, samples, whole
+from tests.worker.model.builders import LUCK, MODELS, NUM_TOKENS, assert_near, part, samples, whole
 from worker.compute.chunk import Chunk
 from worker.mesh.mesh import Mesh
 from worker.mesh.stage import MeshStage
@@ -110,6 +110,23 @@ def test_devices_together_give_the_loss_and_gradients_of_one(
     alone, shared = zeroed(whole(model)), zeroed(whole(model))
     stage = MeshStage(four, job, shared)
     assert_learns_alike(stage, shared, alone, *samples(model))
+
+
+def test_a_device_drops_what_its_worker_would(four: Mesh) -> None:
+    model = MODELS["mlp dropout"]
+    alone, shared = zeroed(whole(model)), zeroed(whole(model))
+    stage, (x, labels) = MeshStage(four, job_of(model, 1), shared), samples(model)
+    found = []
+    for each in (alone, stage):
+        with each.junction.visited(None, luck=LUCK):
+            total, _ = each.score(Crossing(x), labels)
+        torch.autograd.backward(total)
+        found.append(total.detach())
+    assert_near(found[1], found[0], tolerance=ROUNDING)
+    with torch.no_grad():
+        assert abs(float(stage.score(Crossing(x), labels)[0] - found[0])) > 1e-3
+    stage.gather_sums()
+    assert_same_sums(shared, alone)
 
 
 def counted(mesh: Mesh, before: Mapping[Collective, int] | None = None) -> dict[Collective, int]:
