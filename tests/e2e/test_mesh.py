@@ -1,6 +1,7 @@
 """Workers that are meshes of devices, in real processes, beside workers with one device."""
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ from skein.wire.views import StepFinished, WentBack
 from tests.e2e import test_parity
 from tests.e2e.jobs import NUM_STEPS, losses_of, text_job, wait_for_step
 from tests.e2e.test_parity import SIZES, TOLERANCES, check, cut_job, make_job, train
+from tests.support.extent import part
 
 SQUARE = "q0"
 """A mesh of four."""
@@ -58,22 +60,27 @@ def meshes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatheredCluster
         yield cluster
 
 
+CASES = list(product((1, 2), Layout, (True, False), (True, False), (Precision.FP64, Precision.FP32)))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("replicas", "layout", "is_tied", "in_sequence"),
-    [
-        pytest.param(1, Layout.LINE, True, True, id="line-in-parts", marks=pytest.mark.long),
-        pytest.param(2, Layout.LOOP, False, False, id="loop-replicas", marks=pytest.mark.long),
-        pytest.param(2, Layout.LOOP, False, True, id="loop-replicas-in-parts", marks=pytest.mark.long),
-    ],
+    ("replicas", "layout", "is_tied", "in_sequence", "precision"), part(CASES, every=9), ids=str
 )
 def test_a_mesh_and_a_single_device_train_like_one_torch_process(
-    meshes: GatheredCluster, text: Path, replicas: int, layout: Layout, is_tied: bool, in_sequence: bool
+    meshes: GatheredCluster,
+    text: Path,
+    replicas: int,
+    layout: Layout,
+    is_tied: bool,
+    in_sequence: bool,
+    precision: Precision,
 ) -> None:
     meshes.gather((*MESHES[:replicas], *SINGLES[:replicas]))
     tensor = TensorSpec(sequence_parallel=in_sequence)
     parallel = ParallelSpec(stages=2, replicas=replicas, layout=layout, tensor=tensor)
-    job = cut_job(text, Precision.FP64, parallel, is_tied=is_tied)
-    check(train(meshes, job), run_reference(job, test_parity.NUM_STEPS), TOLERANCES[Precision.FP64])
+    job = cut_job(text, precision, parallel, is_tied=is_tied)
+    check(train(meshes, job), run_reference(job, test_parity.NUM_STEPS), TOLERANCES[precision])
     assert all(len(meshes.device_processes(name)) == 2 for name in meshes.workers if name in MESHES)
 
 
