@@ -208,8 +208,7 @@ def test_a_stand_in_does_not_take_choices_that_no_scores_lead_to(
 
 @pytest.fixture
 def built(text: FilePath, labs: list[Lab]) -> Callable[..., Unlike]:
-    def make(kind: RouterKind, layout: Layout, *, is_split: bool) -> Unlike:
-        routing = RoutingSpec(router=kind, allow_lookahead=kind.row.looks_ahead)
+    def make(routing: RoutingSpec, layout: Layout, *, is_split: bool) -> Unlike:
         job = sparse_job(text, stages=3, replicas=2, layout=layout, num_chosen=2, routing=routing)
         labs.append(Lab(job))
         return Unlike(labs[-1], is_split=is_split)
@@ -259,8 +258,11 @@ def test_chance_is_alike_in_any_cut(
 
 
 CASES = [
-    (RouterKind.SOFTMAX_TOPK, Layout.LINE, False),
-    (RouterKind.SIGMOID, Layout.LOOP, True),
+    pytest.param(RoutingSpec(), Layout.LINE, False, id="softmax_topk"),
+    pytest.param(RoutingSpec(router=RouterKind.SIGMOID), Layout.LOOP, True, id="sigmoid"),
+    pytest.param(
+        RANDOM.model_copy(update={"balance_coefficient": 0.0}), Layout.LINE, False, id="random_second"
+    ),
 ]
 
 
@@ -281,15 +283,15 @@ def disturbed(lab: Unlike, wanted: Sums, losses: Mapping[int, Loss]) -> float:
     return worst
 
 
-@pytest.mark.parametrize(("kind", "layout", "is_split"), CASES)
+@pytest.mark.parametrize(("routing", "layout", "is_split"), CASES)
 def test_whoever_computes_again_routes_as_the_first_one_though_a_logit_differs(
     built: Callable[..., Unlike],
     monkeypatch: pytest.MonkeyPatch,
-    kind: RouterKind,
+    routing: RoutingSpec,
     layout: Layout,
     is_split: bool,
 ) -> None:
-    lab = built(kind, layout, is_split=is_split)
+    lab = built(routing, layout, is_split=is_split)
     lab.begin(random.Random(0))
     lab.run()
     wanted, losses = lab.sums(), lab.losses

@@ -98,9 +98,9 @@ class Experts:
         if self.mixes_tokens:
             return None
         if row.tokens_choose:
-            # One more number is nobody's: of a second expert that chance leaves out.
-            most = self.num_experts if self.routing.random_second else self.num_experts - 1
-            return Choices(shape=(num_tokens, self.num_chosen), most=most)
+            # A second expert that chance leaves out is counted higher by as many as there are.
+            num_values = self.num_experts * (2 if self.routing.random_second else 1)
+            return Choices(shape=(num_tokens, self.num_chosen), most=num_values - 1)
         return Choices(shape=(self.num_experts, self.best_tokens(num_tokens)), most=num_tokens - 1)
 
     @property

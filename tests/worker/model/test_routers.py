@@ -276,8 +276,8 @@ def test_a_second_expert_is_taken_if_twice_its_weight_is_above_what_is_drawn() -
     assert_near(
         way.weights_NK, torch.tensor(WEIGHTS[RouterKind.GSHARD], dtype=torch.float64), tolerance=ROUNDING
     )
-    # The number of experts is nobody's; nobody counts nowhere.
-    assert [made.tolist() for made in visit.made] == [[[0, 1], [1, 4], [0, 4], [0, 1]]]
+    # Four more say that an expert is left out, which counts nowhere.
+    assert [made.tolist() for made in visit.made] == [[[0, 1], [1, 6], [0, 5], [0, 1]]]
     assert visit.counts == [(3, 3, 0, 0)]
     assert visit.losses == [pytest.approx(4 * (3 * 1.275 + 3 * 1.3) / 6 / 4, rel=1e-14)]
 
@@ -300,17 +300,18 @@ def test_a_second_expert_that_is_left_out_leaves_its_place_to_others(
 
 
 def test_a_second_expert_is_left_out_as_elsewhere_only_where_chance_nearly_says_so() -> None:
-    told = [[0, 4], [1, 4], [0, 1], [1, 4]]
+    told = [[0, 5], [1, 6], [0, 1], [1, 4]]
     way, visit = second_of(Cast(2 / 3 - 1e-6, 0.1, 0.9, 0.999), told)
     # By a hair; not at all; not at all; and of two that score alike the other one alone.
-    assert [made.tolist() for made in visit.made] == [[[0, 4], [1, 2], [0, 4], [1, 4]]]
+    assert [made.tolist() for made in visit.made] == [[[0, 5], [1, 2], [0, 5], [1, 4]]]
     assert choices_by_expert(way) == [[0, 2], [1, 3], [1], []]
     assert_near(
         way.weights_NK, torch.tensor(WEIGHTS[RouterKind.GSHARD], dtype=torch.float64), tolerance=ROUNDING
     )
-    # That nobody comes first says no honest router, but it harms none.
-    way, _ = second_of(Cast(0.66, 0.67, 0.86, 0.999), [[0, 1], [1, 4], [0, 4], [4, 1]])
-    assert choices_by_expert(way)[:2] == [[0, 2], [0, 1, 3]]
+    # A first one is never left out, and no expert chosen twice.
+    for lie in ([4, 1], [1, 5]):
+        way, _ = second_of(Cast(0.66, 0.67, 0.86, 0.999), [[0, 1], [1, 6], [0, 5], lie])
+        assert choices_by_expert(way)[:2] == [[0, 2, 3], [0, 1, 3]]
 
 
 Step = tuple[float, float, float]

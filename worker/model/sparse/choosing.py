@@ -39,11 +39,32 @@ def near_ties(scores_RS: Tensor, own_RK: Tensor, told_RK: Tensor) -> Tensor:
         told_RK: the others.
     """
     scores_RS = scores_RS.detach()
-    margin_R1 = NEAR_TIE * scores_RS.abs().amax(-1, keepdim=True)
+    margin_R1 = _margin(scores_RS)
     apart_RK = (scores_RS.gather(-1, told_RK) - scores_RS.gather(-1, own_RK)).abs()
     in_order_RK = told_RK.sort(dim=-1).values
     is_double_R = (in_order_RK[:, 1:] == in_order_RK[:, :-1]).any(-1)
     return (apart_RK <= margin_R1).all(-1) & ~is_double_R
+
+
+def near_seconds(scores_NE: Tensor, best_N2: Tensor, least_N1: Tensor, told_N2: Tensor) -> Tensor:
+    """Rows, a mask (N,), as of `near_ties`, whose second choice is taken or left out as chance says but for near ties.
+
+    Args:
+        scores_NE: of each token.
+        best_N2: its two best experts.
+        least_N1: score above which the second is taken.
+        told_N2: choices made elsewhere; a second that is left out is counted E higher.
+    """
+    scores_NE, num_experts = scores_NE.detach(), scores_NE.shape[-1]
+    experts_N2, is_left_N2 = told_N2 % num_experts, told_N2 >= num_experts
+    above_N1 = scores_NE.gather(-1, experts_N2[:, 1:]) - least_N1
+    may_be_N1 = torch.where(is_left_N2[:, 1:], above_N1, -above_N1) <= _margin(scores_NE)
+    return near_ties(scores_NE, best_N2, experts_N2) & may_be_N1[:, 0] & ~is_left_N2[:, 0]
+
+
+def _margin(scores_RS: Tensor) -> Tensor:
+    """By how much scores of each row, (R, 1), may differ and be equal to somebody."""
+    return NEAR_TIE * scores_RS.abs().amax(-1, keepdim=True)
 
 
 def slots_of(choices_NK: Tensor, weights_NK: Tensor, num_experts: int, order: DropOrder) -> Tensor:

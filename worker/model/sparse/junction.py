@@ -16,7 +16,6 @@ from torch.autograd.function import FunctionCtx
 from skein.model.sparse.choices import Choices
 from skein.protocol.messages.reports import Balance
 from skein.rng import stream
-from worker.model.sparse.choosing import near_ties
 
 
 @dataclass(slots=True)
@@ -114,21 +113,21 @@ class Junction:
         assert isinstance(visit.luck, int), "chance without a seed"
         return stream(visit.luck, self._first_layer + len(visit.made), *names)
 
-    def settled(self, choices: Tensor, scores: Tensor, form: Choices) -> Tensor:
+    def settled(self, choices: Tensor, are_near: Callable[[Tensor], Tensor], form: Choices) -> Tensor:
         """Choices of a layer that hold: those that it makes, unless it was told others that are as good.
 
         Whoever tells may lie: choices that no make of worker comes to by these scores are not taken.
 
         Args:
             choices: a row for each token, or for each expert that chooses.
-            scores: by which the row's choices are the best.
+            are_near: which rows of others are as good, as a mask.
         """
         visit = self._visit
         if visit is None or visit.num_valid is None:
             return choices
         if visit.told is not None:
             told = visit.told[len(visit.made)].to(choices)
-            choices = torch.where(near_ties(scores, choices, told).unsqueeze(-1), told, choices)
+            choices = torch.where(are_near(told).unsqueeze(-1), told, choices)
         visit.made.append(choices.to(torch.uint8 if form.is_narrow else torch.int32))
         return choices
 

@@ -21,6 +21,7 @@ N tokens of a microbatch, D hidden features, E experts, K choices of a token, P 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -34,7 +35,7 @@ from skein.model.sparse.experts import Experts
 from skein.model.sparse.routing import RouterKind
 from worker.model.base import Linear, empty_parameter
 from worker.model.pending import Tray
-from worker.model.sparse.choosing import best_tokens, likeliest, slots_of
+from worker.model.sparse.choosing import best_tokens, likeliest, near_seconds, near_ties, slots_of
 from worker.model.sparse.junction import Junction
 from worker.model.sparse.rows import ExpertRows, combine, dispatch
 
@@ -181,37 +182,36 @@ def _gshard(scores: Tensor, experts: Experts, junction: Junction) -> Routed:
 
 
 def _with_random_second(scores_NE: Tensor, experts: Experts, junction: Junction) -> Routed:
-    """Choices of two experts, or of one and nobody, whose number is E, with the weights of both experts.
+    """Choices of two experts, with the weights of both; a second one that chance leaves out is counted E higher.
 
-    Nobody has a score of its own, so that choices travel and are settled as all others are.
+    Its score is in the first one's weight all the same, so which one it was travels with what was decided.
 
     Source: Lepikhin et al., GShard, 2020, Section 2.2 (random routing) and Algorithm 1. What chance leaves out takes no
     place, which is what it is for; what it leaves is not divided anew.
     """
-    best_N2, form = likeliest(scores_NE, 2), experts.choices_of(len(scores_NE))
+    best_N2, num_experts = likeliest(scores_NE, 2), experts.num_experts
+    least_N1 = _least_taken(scores_NE.detach(), junction)
+    is_left_N1 = scores_NE.detach().gather(-1, best_N2[:, 1:]) <= least_N1
+    choices_N2 = torch.cat([best_N2[:, :1], best_N2[:, 1:] + num_experts * is_left_N1], -1)
+    form = experts.choices_of(len(scores_NE))
     assert form is not None
-    scores_NF = _beside_nobody(scores_NE.detach(), junction)
-    choices_N2 = junction.settled(likeliest(scores_NF, 2), scores_NF, form)
-    is_taken_N2 = choices_N2 < experts.num_experts
-    left_N1 = torch.where(
-        (choices_N2 == best_N2[:, :1]).any(-1, keepdim=True), best_N2[:, 1:], best_N2[:, :1]
-    )
-    experts_N2 = torch.where(is_taken_N2, choices_N2, left_N1)
+    are_near = partial(near_seconds, scores_NE, best_N2, least_N1)
+    choices_N2 = junction.settled(choices_N2, are_near, form)
+    experts_N2, is_taken_N2 = choices_N2 % num_experts, choices_N2 < num_experts
     weights_N2 = scores_NE.gather(-1, experts_N2).softmax(-1)
     weights_N2 = _balanced_beside(weights_N2, scores_NE, choices_N2[is_taken_N2], experts, junction)
-    kept_N2 = _with_room(choices_N2, weights_N2, experts, junction)
+    kept_N2 = _with_room(choices_N2.clamp(max=num_experts), weights_N2, experts, junction)
     return Routed(experts_N2, weights_N2, is_taken_N2 if kept_N2 is None else kept_N2 & is_taken_N2)
 
 
-def _beside_nobody(scores_NE: Tensor, junction: Junction) -> Tensor:
-    """Scores with one more of each token, (N, E + 1), above which its second expert is taken.
+def _least_taken(scores_NE: Tensor, junction: Junction) -> Tensor:
+    """Score of each token, (N, 1), above which its second expert is taken.
 
     Twice the weight of the second, the logistic function of how far it scores above the first, is above u, which is
     drawn from 0 to 1, where its score is above that of the first and log(u / (2 - u)).
     """
     u_N1 = junction.evenly_drawn(len(scores_NE)).unsqueeze(-1)
-    nobody_N1 = scores_NE.amax(-1, keepdim=True) + (u_N1 / (2 - u_N1)).log().to(scores_NE)
-    return torch.cat([scores_NE, nobody_N1], -1)
+    return scores_NE.amax(-1, keepdim=True) + (u_N1 / (2 - u_N1)).log().to(scores_NE)
 
 
 def _sigmoid(scores_NE: Tensor, experts: Experts, junction: Junction) -> Routed:
@@ -227,7 +227,7 @@ def _expert_choice(scores_NE: Tensor, experts: Experts, junction: Junction) -> R
     form = experts.choices_of(len(scores_NE))
     assert form is not None
     tokens_EC = best_tokens(chances_NE, experts.best_tokens(len(scores_NE)))
-    tokens_EC = junction.settled(tokens_EC, chances_NE.t(), form)
+    tokens_EC = junction.settled(tokens_EC, partial(near_ties, chances_NE.t(), tokens_EC), form)
     kept_NE = torch.zeros_like(chances_NE, dtype=torch.bool).scatter_(0, tokens_EC.t(), True)
     _ = junction.weighed(chances_NE.detach(), kept_NE.sum(0), 0.0)
     choices_NE = torch.arange(experts.num_experts, device=kept_NE.device).expand(kept_NE.shape)
@@ -273,7 +273,8 @@ def _likeliest(scores_NE: Tensor, experts: Experts, junction: Junction) -> Tenso
     """Each token's choices: of the largest scores, unless they were made before."""
     form = experts.choices_of(len(scores_NE))
     assert form is not None
-    return junction.settled(likeliest(scores_NE, experts.num_chosen), scores_NE, form)
+    choices_NK = likeliest(scores_NE, experts.num_chosen)
+    return junction.settled(choices_NK, partial(near_ties, scores_NE, choices_NK), form)
 
 
 def _chosen(choices_NK: Tensor, weights_NK: Tensor, experts: Experts, junction: Junction) -> Routed:
@@ -282,11 +283,10 @@ def _chosen(choices_NK: Tensor, weights_NK: Tensor, experts: Experts, junction: 
 
 
 def _with_room(choices_NK: Tensor, weights_NK: Tensor, experts: Experts, junction: Junction) -> Tensor | None:
-    """Mask of the choices whose expert is not full yet, or that are nobody's; None: all are."""
+    """Mask of the choices whose expert is not full yet; None: all are. Number E is no expert, and says nothing."""
     most = experts.most_choices(len(choices_NK)) if junction.is_training else None
     if most is None:
         return None
-    # Nobody's choices are in a line of their own.
     has_room_NK = slots_of(choices_NK, weights_NK, experts.num_experts + 1, experts.routing.drop) < most
     junction.dropped(int((~has_room_NK & (choices_NK < experts.num_experts)).sum()))
     return has_room_NK
