@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 
+from skein.errors import UserError
 from skein.topology.fleet import Profile
 
 
 def mesh_profile(devices: Sequence[str], each: Sequence[Profile], *, host_bytes: int) -> Profile:
     """Profile of a worker with these devices; one alone is what it measured itself.
+
+    Raises:
+        UserError: devices are unlike: routers would not come to the same choices on all of them.
 
     Args:
         devices: as they are named, `cpu` for each process on the processors.
@@ -20,6 +24,10 @@ def mesh_profile(devices: Sequence[str], each: Sequence[Profile], *, host_bytes:
     """
     if len(devices) == 1:
         return each[0]
+    for device, found in zip(devices, each, strict=True):
+        if found.device_name != each[0].device_name:
+            hint = f"{devices[0]} is a {each[0].device_name}: devices that share each layer must be alike: name others"
+            raise UserError("devices", f"{device} ({found.device_name})", hint)
     # The worker keeps parameters, sums and the optimizer's state in the host's memory, and devices the first two
     # once more: half as much again, where the host's memory is theirs too.
     own_bytes = sum(x.memory_bytes for x in each)
