@@ -36,19 +36,19 @@ def test_what_is_of_no_kind_says_nothing_of_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "hung", "at", "why"),
+    ("codes", "blamed", "at", "why"),
     [
         ({2: -9}, None, 2, "was killed by signal 9"),
         ({0: SUM_BROKEN, 2: NO_MEMORY, 1: SUM_BROKEN}, None, 2, "is out of memory"),
         ({1: FAILED}, None, 1, "failed"),
         ({1: 7}, None, 1, "ended with 7"),
         ({0: SUM_BROKEN, 1: SUM_BROKEN, 2: SUM_BROKEN}, None, 0, "lost the other devices"),
-        ({0: -9, 1: -9, 2: -9}, 1, 1, "hung"),
+        ({0: -9, 1: -9, 2: -9}, (1, "hung"), 1, "hung"),
     ],
 )
 def test_who_lost_the_others_is_not_who_is_lost(
-    codes: dict[int, int], hung: int | None, at: int, why: str
+    codes: dict[int, int], blamed: tuple[int, str] | None, at: int, why: str
 ) -> None:
-    loss = loss_of(DEVICES, codes, hung=hung)
+    loss = loss_of(DEVICES, codes, blamed=blamed)
     assert loss.reason == f"the process of device {at} (cuda:{at}) {why}"
     assert loss.left == tuple(device for device in DEVICES if device != f"cuda:{at}")

@@ -21,7 +21,7 @@ from skein.config.mesh.tensor import MeshForm
 from skein.errors import LocalError
 from skein.plan.pieces.choice import TimedRows
 from worker.compute.payload import CHOICES, GRADIENTS, LABELS, WEIGHTS, crossed, crossing, tensor_if_any
-from worker.mesh.forms.boundary import LOSS, tells
+from worker.mesh.forms.boundary import BALANCE, LOSS, tells
 from worker.mesh.forms.cuts import AnyCut, ShareCut, cut_of, partial_by_layer
 from worker.mesh.forms.grid import Grid, GridShare
 from worker.mesh.forms.sequence import SequenceShare
@@ -229,12 +229,14 @@ class DeviceShare:
             )
         answer = DeviceAnswer(
             num_tokens=num_tokens,
-            balance_losses=tuple(microbatch.losses),
             expert_counts=tuple(microbatch.counts),
             num_choices=microbatch.num_choices,
             num_dropped=microbatch.num_dropped,
         )
-        return answer, self._told(tensors_made | tensor_if_any(CHOICES, microbatch.choices), form)
+        tensors_made |= tensor_if_any(CHOICES, microbatch.choices)
+        if microbatch.losses:
+            tensors_made[BALANCE] = torch.tensor(microbatch.losses, dtype=torch.float64)
+        return answer, self._told(tensors_made, form)
 
     @torch.no_grad()
     def _time_rows(self, asked: TimeRowsAsk) -> tuple[TimedRows, ...]:

@@ -6,7 +6,7 @@ machine; lengths are bounded all the same, and nothing that is read is ever run.
 
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
 import torch
@@ -26,6 +26,8 @@ from worker.mesh.traffic import Collective
 _LENGTHS = struct.Struct("<IQ")
 _MAX_HEADER_BYTES = 16 << 20
 _LIMITS = Limits(max_bundle_bytes=1 << 40)
+_LEAST_LEFT_S = 1e-3
+"""Less is no time: clocks are no finer."""
 
 
 class LinkClosedError(LocalError):
@@ -115,6 +117,7 @@ class ReturnAsk(Spec):
     """Go back from the visit of this ticket, with the gradients that come along; or put those of weights aside."""
 
     kind: Literal["return"] = "return"
+    chunk: int
     ticket: int
     puts_aside: bool
 
@@ -123,6 +126,7 @@ class AddUpAsk(Spec):
     """Add what was put aside under this ticket to the sums."""
 
     kind: Literal["add_up"] = "add_up"
+    chunk: int
     ticket: int
 
 
@@ -191,8 +195,6 @@ class DeviceAnswer(Spec):
     sum_times: tuple[float, ...] = ()
     num_tokens: int = 0
     """Valid labels of a visit that scores."""
-    balance_losses: tuple[float, ...] = ()
-    """Balance loss of each layer with experts that was visited."""
     expert_counts: tuple[tuple[int, ...], ...] = ()
     """Choices of each expert of those layers."""
     num_choices: int = 0
@@ -213,6 +215,8 @@ class _Header(Spec):
 
 
 Named = Mapping[str, Tensor]
+LeftS = Callable[[], float]
+"""Seconds for which the other end is waited for from now on; asked again once they are over, for there may be more."""
 
 
 class DeviceLink:
@@ -225,60 +229,76 @@ class DeviceLink:
         """Close this end; whoever reads at the other finds that nothing more comes."""
         self._end.close()
 
-    def send(self, body: Asked | DeviceAnswer, tensors: Named, timeout_s: float | None = None) -> None:
-        """Hand a message over.
+    def send(self, body: Asked | DeviceAnswer, tensors: Named, left_s: LeftS | None = None) -> None:
+        """Hand a message over, however long that takes without `left_s`.
 
         Raises:
-            TimeoutError: nobody has taken it within `timeout_s`.
+            TimeoutError: no time is left, and nobody has taken it.
             LinkClosedError: nobody will.
         """
         bundle = [to_wire(name, tensor) for name, tensor in tensors.items()]
         metas = tuple(_Meta(name=x.name, dtype=x.dtype, shape=x.shape) for x in bundle)
         head = _Header(body=body, tensors=metas).model_dump_json().encode()
         num_bytes = sum(len(x.data) for x in bundle)
-        self._end.settimeout(timeout_s)
-        try:
-            self._end.sendall(_LENGTHS.pack(len(head), num_bytes) + head)
-            for wired in bundle:
-                self._end.sendall(wired.data)
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise LinkClosedError(f"the other end is gone: {error}") from error
+        self._wait(left_s)
+        self._write(_LENGTHS.pack(len(head), num_bytes) + head, left_s)
+        for wired in bundle:
+            self._write(wired.data, left_s)
 
     def receive(
-        self, device: torch.device, timeout_s: float | None = None
+        self, device: torch.device, left_s: LeftS | None = None
     ) -> tuple[Asked | DeviceAnswer, dict[str, Tensor]]:
-        """The next message, and its tensors on `device`.
+        """The next message, and its tensors on `device`; waited for as long as it takes without `left_s`.
 
         Raises:
-            TimeoutError: none has begun, or gone on, within `timeout_s`.
+            TimeoutError: no time is left, and none has begun, or gone on.
             LinkClosedError: none will come.
             LocalError: it is none that this release writes.
         """
-        self._end.settimeout(timeout_s)
-        lengths = self._read(_LENGTHS.size)
+        self._wait(left_s)
+        lengths = self._read(_LENGTHS.size, left_s)
         num_head, num_bytes = _LENGTHS.unpack(lengths)
         if num_head > _MAX_HEADER_BYTES:
             raise LocalError(f"a header of {num_head} bytes")
         try:
-            header = _Header.model_validate_json(bytes(self._read(num_head)))
+            header = _Header.model_validate_json(bytes(self._read(num_head, left_s)))
         except ValidationError as error:
             raise LocalError(f"no message of a mesh: {error}") from error
         metas = [TensorMeta(name=x.name, dtype=x.dtype, shape=x.shape) for x in header.tensors]
         if (fault := fault_of(metas, num_bytes, _LIMITS)) is not None:
             raise LocalError(fault.text)
-        bundle = split_tensors(metas, self._read(num_bytes))
+        bundle = split_tensors(metas, self._read(num_bytes, left_s))
         return header.body, {x.name: to_torch(x).to(device) for x in bundle}
 
-    def _read(self, num_bytes: int) -> memoryview:
+    def _wait(self, left_s: LeftS | None) -> None:
+        """
+        Raises:
+            TimeoutError: no time is left.
+        """
+        seconds = None if left_s is None else left_s()
+        if seconds is not None and seconds < _LEAST_LEFT_S:
+            raise TimeoutError
+        self._end.settimeout(seconds)
+
+    def _write(self, data: memoryview | bytes, left_s: LeftS | None) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[self._end.send(rest) :]
+            except TimeoutError:
+                self._wait(left_s)
+            except OSError as error:
+                raise LinkClosedError(f"the other end is gone: {error}") from error
+
+    def _read(self, num_bytes: int, left_s: LeftS | None) -> memoryview:
         data = allocate(num_bytes)
         at = 0
         while at < num_bytes:
             try:
                 count = self._end.recv_into(data[at:])
             except TimeoutError:
-                raise
+                self._wait(left_s)
+                continue
             except OSError as error:
                 raise LinkClosedError(f"the other end is gone: {error}") from error
             if not count:

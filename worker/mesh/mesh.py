@@ -26,7 +26,7 @@ from skein.plan.clock.holding import StageForm
 from skein.plan.mesh.profile import mesh_profile
 from skein.plan.pieces.collectives import CollectiveTimes
 from skein.plan.pieces.lanes import Pieces
-from skein.protocol.worker.mesh.losing import DeviceLoss
+from skein.protocol.worker.mesh.losing import HUNG
 from skein.protocol.worker.mesh.patience import LEAST_PATIENCE_S, DevicePatience
 from skein.topology.fleet import Profile
 from worker.mesh.frames import (
@@ -36,6 +36,7 @@ from worker.mesh.frames import (
     DeviceSpeed,
     DropAsk,
     GroupAsk,
+    LeftS,
     LinkClosedError,
     LoadAsk,
     ReturnAsk,
@@ -43,12 +44,14 @@ from worker.mesh.frames import (
     SumsAsk,
     VisitAsk,
 )
-from worker.mesh.processes import DeviceProcesses, MeshLostError
+from worker.mesh.processes import DeviceProcesses
 from worker.mesh.traffic import CollectiveCount
 from worker.probe import measure_device
 
 _NEWS_S = 10.0
 """Within which all processes end once one is no good."""
+_LEAST_SHARE = 0.1
+"""Least share of the time since devices were asked in which they count as having had the processors."""
 _CPU = torch.device("cpu")
 _DROPPING = ("drop",)
 """Takes no time, from the first."""
@@ -85,7 +88,7 @@ class Mesh:
         self.traffic = CollectiveCount()
         """Collectives over all devices so far, as the first one tells."""
         self.device_bytes = sys.maxsize
-        """Memory of each device, as measured last; of processors, its share of the host's."""
+        """Memory of each device, as it was before there was anything on it; of processors, its share of the host's."""
         self.times = CollectiveTimes()
         """Seconds of collectives so far, predicted and measured."""
         self.forms: dict[int, StageForm] = {}
@@ -117,6 +120,10 @@ class Mesh:
         """A number for a chunk, or a ticket, that was never given before."""
         return next(self._numbers)
 
+    def bound_memory(self, memory_bytes: int) -> None:
+        """Let stages count on no more of each device than plans do, which know of so much together."""
+        self.device_bytes = min(self.device_bytes, memory_bytes // len(self.devices))
+
     # --- whatever is not needed any more; by whichever thread finds that ---
 
     def drop_ticket(self, ticket: int) -> None:
@@ -140,7 +147,7 @@ class Mesh:
         owed = self._owed
         if owed is None or not self._patience.is_hung(self._owed_s(owed)):
             return False
-        self.processes.hung(owed.device)
+        self.processes.blame(owed.device, HUNG)
         return True
 
     # --- on torch's thread ---
@@ -194,55 +201,63 @@ class Mesh:
         speeds = [answer.speed for answer, _ in answers if answer.speed is not None]
         host = measure_device(_CPU, seconds=0.01)
         is_host = self.devices[0] == "cpu"
-        self.device_bytes = min(x.memory_bytes for x in speeds) // (len(speeds) if is_host else 1)
+        if self.device_bytes == sys.maxsize:
+            self.device_bytes = min(x.memory_bytes for x in speeds) // (len(speeds) if is_host else 1)
         each = [_profile_of(device, speed) for device, speed in zip(self.devices, speeds, strict=True)]
         return mesh_profile(self.devices, each, host_bytes=host.memory_bytes)
 
     def _exchange(self, asked: Sequence[tuple[Asked, Mapping[str, Tensor]]]) -> Answers:
-        key = _op_of(asked[0][0])
-        bound_s = self._patience.bound_s(key)
+        kind = asked_kind(asked[0][0])
+        bound_s = self._patience.bound_s(kind)
         self._owed = owed = _Owed(began_s=self._clock(), before_s=self.processes.waited_s())
-
-        def left_s() -> float:
-            return max(0.001, bound_s - self._owed_s(owed))
-
-        answers = []
-        links = self.processes.links[: len(asked)]
-        for owed.device, (link, (message, tensors)) in enumerate(zip(links, asked, strict=True)):
-            try:
-                link.send(message, tensors, left_s())
-            except (LinkClosedError, TimeoutError) as error:
-                self._fail(owed.device, error)
-        for owed.device, link in enumerate(links):
-            try:
-                answer, given = link.receive(_CPU, left_s())
-            except (LinkClosedError, TimeoutError) as error:
-                self._fail(owed.device, error)
-            assert isinstance(answer, DeviceAnswer)
-            answers.append((answer, given))
+        try:
+            answers = self._answers(asked, owed, lambda: max(0.0, bound_s - self._owed_s(owed)))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next answers would be those to this
+            self._fail(owed.device, error)
         self.traffic.counts.update(answers[0][0].collectives)
         self.traffic.elements.update(answers[0][0].elements)
-        self._patience.took(key, self._owed_s(owed))
+        self._patience.took(kind, self._owed_s(owed))
         self._owed = None
+        return answers
+
+    def _answers(
+        self, asked: Sequence[tuple[Asked, Mapping[str, Tensor]]], owed: _Owed, left_s: LeftS
+    ) -> Answers:
+        links, answers = self.processes.links[: len(asked)], []
+        for owed.device, (link, (message, tensors)) in enumerate(zip(links, asked, strict=True)):
+            link.send(message, tensors, left_s)
+        for owed.device, link in enumerate(links):
+            answer, given = link.receive(_CPU, left_s)
+            assert isinstance(answer, DeviceAnswer)
+            answers.append((answer, given))
         return answers
 
     def _owed_s(self, owed: _Owed) -> float:
         """Seconds that an answer takes so far; those in which others had the processors are nobody's fault."""
         now_s = zip(self.processes.waited_s(), owed.before_s, strict=True)
         waiting_s = max(0.0, *(after_s - before_s for after_s, before_s in now_s))
-        return self._clock() - owed.began_s - waiting_s
+        asked_s = self._clock() - owed.began_s
+        # Waits of several threads are added up, which may be longer than all of it.
+        return max(asked_s - waiting_s, _LEAST_SHARE * asked_s)
 
-    def _fail(self, index: int, error: LinkClosedError | TimeoutError) -> NoReturn:
+    def _fail(self, index: int, error: Exception) -> NoReturn:
         """
         Raises:
             MeshLostError: always, once all processes have ended.
         """
-        if isinstance(error, TimeoutError):
-            self.processes.hung(index)
+        match error:
+            case TimeoutError():
+                self.processes.blame(index, HUNG)
+            case LinkClosedError():
+                pass  # Whose process has ended is known in a moment.
+            case _:
+                self.processes.blame(index, f"was not understood: {type(error).__name__}: {error}")
         try:
-            raise self.processes.lost.result(_NEWS_S) from error
+            lost = self.processes.lost.result(_NEWS_S)
         except FutureTimeoutError:
-            raise MeshLostError(DeviceLoss(reason=f"device {index} is closed: {error}", left=())) from error
+            self.processes.blame(index, "closed its link")
+            lost = self.processes.lost.result(_NEWS_S)
+        raise lost from error
 
 
 def _profile_of(device: str, speed: DeviceSpeed) -> Profile:
@@ -255,15 +270,20 @@ def _profile_of(device: str, speed: DeviceSpeed) -> Profile:
     )
 
 
-def _op_of(asked: Asked) -> tuple[object, ...] | None:
-    """Kind of op that takes about equally long each time; None: how long it takes has nothing to do with the last."""
+def asked_kind(asked: Asked) -> tuple[object, ...] | None:
+    """Kind of ask that takes about equally long each time; None: how long it takes has nothing to do with the last.
+
+    >>> asks = [ReturnAsk(chunk=chunk, ticket=ticket, puts_aside=False) for chunk, ticket in ((1, 7), (1, 8), (2, 9))]
+    >>> [asked_kind(asked) for asked in asks]
+    [('return', 1, False), ('return', 1, False), ('return', 2, False)]
+    """
     match asked:
         case VisitAsk():
             return asked.kind, asked.chunk, asked.scores, asked.ticket is None, asked.pieces
-        case LoadAsk() | SumsAsk():
+        case LoadAsk() | SumsAsk() | AddUpAsk():
             return asked.kind, asked.chunk
-        case ReturnAsk() | AddUpAsk():
-            return (asked.kind,)
+        case ReturnAsk():
+            return asked.kind, asked.chunk, asked.puts_aside
         case DropAsk():
             return _DROPPING
         case _:

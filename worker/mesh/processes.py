@@ -19,13 +19,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from skein.errors import LocalError
-from skein.protocol.worker.mesh.losing import SUM_BROKEN, DeviceLoss, loss_of
+from skein.protocol.worker.mesh.losing import HUNG, SUM_BROKEN, DeviceLoss, loss_of
 from worker.mesh.frames import DeviceLink
 
 _log = logging.getLogger(__name__)
 
-_BLAME_MS = 1000
-"""For a process whose end breaks the others' sums to be seen to have ended."""
+_LOOK_MS = 1000
+"""For a process whose end breaks the others' sums to be seen to have ended, or for one that is killed."""
+_END_S = 2.0
+"""For each process to end once it is killed: what a driver holds in the kernel may never, and nobody waits for that."""
 
 
 class MeshLostError(LocalError):
@@ -50,8 +52,10 @@ class DeviceProcesses:
         self.links: list[DeviceLink] = []
         for index, device in enumerate(self.devices):
             self._start(index, device)
-        self._hung: int | None = None
+        self._blamed: tuple[int, str] | None = None
+        self._blaming = threading.Lock()
         self._is_closing = False
+        self._is_killed = False
         self._watching = threading.Thread(target=self._watch, name="mesh", daemon=True)
         self._watching.start()
 
@@ -68,11 +72,17 @@ class DeviceProcesses:
         for link in self.links:
             link.close()
 
-    def hung(self, index: int) -> None:
-        """A device has not answered in time: nothing will come of the others either. Who finds it first says which."""
-        if self._hung is None:
-            self._hung = next((i for i, pid in enumerate(self.pids) if _is_stopped(pid)), index)
-        self._kill()
+    def blame(self, index: int, why: str) -> None:
+        """End all because of what a device did; who finds it first says which.
+
+        Of those that hang it is the one that is stopped: the others wait for it.
+        """
+        with self._blaming:
+            # Once they are killed none of them is seen to be stopped.
+            if self._blamed is None:
+                stopped = [i for i, pid in enumerate(self.pids) if why == HUNG and _is_stopped(pid)]
+                self._blamed = (stopped or [index])[0], why
+            self._kill()
 
     def waited_s(self) -> tuple[float, ...]:
         """Seconds that threads of each process were ready to run so far, and others had the processors."""
@@ -83,7 +93,8 @@ class DeviceProcesses:
         arguments = [str(theirs.fileno()), str(os.getpid()), str(index), device]
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "worker.mesh", *arguments],
+                # Not what lies in the folder that somebody happens to start a worker in.
+                [sys.executable, "-P", "-m", "worker.mesh", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | _settings(len(self.devices)),
@@ -93,6 +104,7 @@ class DeviceProcesses:
         self.links.append(DeviceLink(ours))
 
     def _kill(self) -> None:
+        self._is_killed = True
         for process in self._processes:
             process.kill()
 
@@ -105,22 +117,24 @@ class DeviceProcesses:
         for end in ends:
             poll.register(end, select.POLLIN)
         codes: dict[int, int] = {}
-        patience_ms = None
         while set(codes.values()) <= {SUM_BROKEN} and len(codes) < len(ends):
-            ended = poll.poll(patience_ms)
-            if not ended:
+            is_awaited = bool(codes) or self._is_killed
+            ended = poll.poll(_LOOK_MS)
+            if is_awaited and not ended:
                 break
             for end, _ in ended:
                 poll.unregister(end)
                 codes[ends[end]] = self._processes[ends[end]].wait()
-            patience_ms = _BLAME_MS
         self._kill()
         for process in self._processes:
-            process.wait()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                _log.error("the device process %d is killed, and does not end", process.pid)
         for end in ends:
             os.close(end)
         if not self._is_closing:
-            self.lost.set_result(MeshLostError(loss_of(self.devices, codes, hung=self._hung)))
+            self.lost.set_result(MeshLostError(loss_of(self.devices, codes, blamed=self._blamed)))
 
 
 def _settings(num_devices: int) -> dict[str, str]:

@@ -22,7 +22,7 @@ from skein.plan.clock.holding import StageForm
 from skein.plan.mesh.devices import chosen_form, device_load
 from skein.units import format_bytes
 from worker.compute.payload import CHOICES, DIFFERENTIABLE, GRADIENTS, crossed, crossing, tensor_if_any
-from worker.mesh.forms.boundary import LOSS, BoundaryCut
+from worker.mesh.forms.boundary import BALANCE, LOSS, BoundaryCut
 from worker.mesh.forms.cuts import cut_of, is_held
 from worker.mesh.frames import AddUpAsk, LoadAsk, ReturnAsk, StageAsk, SumsAsk, VisitAsk
 from worker.mesh.mesh import Mesh
@@ -57,8 +57,8 @@ class MeshStage:
         self._chunk: int | None = None
         self.parameters: Mapping[str, Tensor] = dict(module.named_parameters())
         """Whole parameters, which whoever updates them may replace by others."""
-        self._given: dict[str, tuple[int, int]] = {}
-        """Place and count of changes of each parameter as the devices have it."""
+        self._given: dict[str, tuple[Tensor, int]] = {}
+        """Each parameter as the devices have it, with its count of changes then: while it is here, no other is."""
         self._piecing = Piecing(mesh, self.form, job.model, module.stage)
         self._has_sums = False
         self._aside: list[_Ticket] | None = None
@@ -112,8 +112,7 @@ class MeshStage:
         """Add what the devices have summed up to the accumulators."""
         if not self._has_sums:
             return
-        assert self._chunk is not None
-        answers = self._mesh.ask(self.form.size, SumsAsk(chunk=self._chunk))
+        answers = self._mesh.ask(self.form.size, SumsAsk(chunk=self._there))
         for name, parameter in self._module.named_parameters():
             assert parameter.grad is not None
             cut_of(name, self.form).add(
@@ -131,7 +130,7 @@ class MeshStage:
         self, ticket: int, boundary: BoundaryCut, grads: Mapping[str, Tensor], num_tokens: int
     ) -> dict[str, Tensor]:
         """Gradients of what a visit of so many tokens was given, from those of what it made, by name of that."""
-        asked = ReturnAsk(ticket=ticket, puts_aside=self._aside is not None)
+        asked = ReturnAsk(chunk=self._there, ticket=ticket, puts_aside=self._aside is not None)
         answers = self._mesh.ask_each([(asked, part) for part in boundary.cut(grads)])
         self._piecing.observe(num_tokens, answers[0][0].metered, is_forward=False)
         self._piecing.observe_sums(answers[0][0])
@@ -141,7 +140,7 @@ class MeshStage:
 
     def add_up(self, ticket: int) -> None:
         """Add what was put aside to the sums."""
-        self._mesh.ask(self.form.size, AddUpAsk(ticket=ticket))
+        self._mesh.ask(self.form.size, AddUpAsk(chunk=self._there, ticket=ticket))
         self._has_sums = True
 
     def _visit(
@@ -177,12 +176,12 @@ class MeshStage:
         answers = self._mesh.ask_each([(asked, part) for part in boundary.cut(sent)])
         answer, found = answers[0][0], boundary.join([told for _, told in answers])
         self._piecing.observe(num_tokens, answer.metered, is_forward=True)
-        choices = found.pop(CHOICES, None)
+        choices, losses = found.pop(CHOICES, None), found.pop(BALANCE, None)
         self._piecing.observe_sums(answer)
         tensors |= found
         on_answer(boundary.total([told.num_tokens for told, _ in answers]))
         if microbatch is not None:
-            microbatch.losses += answer.balance_losses
+            microbatch.losses += [] if losses is None else losses.tolist()
             microbatch.counts += answer.expert_counts
             microbatch.num_choices += answer.num_choices
             microbatch.num_dropped += answer.num_dropped
@@ -193,6 +192,12 @@ class MeshStage:
             return made
         ticket.names = names
         return _visited(self.anchor, ticket, made, *given.differentiable)
+
+    @property
+    def _there(self) -> int:
+        """The chunk's number at the devices, which have been asked for something."""
+        assert self._chunk is not None
+        return self._chunk
 
     def _ready(self) -> int:
         """The chunk's number at the devices, which have the parameters as they are."""
@@ -217,13 +222,19 @@ class MeshStage:
         changed = {
             name: parameter.detach()
             for name, parameter in self.parameters.items()
-            if self._given.get(name) != _state_of(parameter)
+            if not self._is_given(name, parameter)
         }
         if changed:
             load = LoadAsk(chunk=self._chunk)
             self._mesh.ask_each([(load, self._part(changed, index)) for index in range(self.form.size)])
-            self._given |= {name: _state_of(tensor) for name, tensor in changed.items()}
+            whole = self.parameters
+            self._given |= {name: (whole[name], whole[name]._version) for name in changed}
         return self._chunk
+
+    def _is_given(self, name: str, parameter: Tensor) -> bool:
+        """Whether the devices have the parameter as it is."""
+        given, version = self._given.get(name, (None, 0))
+        return given is parameter and version == parameter._version
 
     def _tell_form(self) -> None:
         stage, load = self._module.stage, device_load(self._job, self._module.stage, self.form)
@@ -294,11 +305,6 @@ class _Visited(Function):
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, None, *ctx.ticket.come_back(grads, ctx.num_given))
-
-
-def _state_of(parameter: Tensor) -> tuple[int, int]:
-    """Equal as long as the tensor is the same and nobody has changed it in place."""
-    return parameter.data_ptr(), parameter._version
 
 
 def _differentiable(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:

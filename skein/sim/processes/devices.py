@@ -11,7 +11,7 @@ from skein.config.job import JobSpec
 from skein.plan.mesh.devices import chosen_form
 from skein.plan.mesh.profile import mesh_profile
 from skein.protocol.messages.directives import ChunkAssignment
-from skein.protocol.worker.mesh.losing import DeviceLoss, loss_of
+from skein.protocol.worker.mesh.losing import HUNG, DeviceLoss, loss_of
 from skein.protocol.worker.mesh.patience import DevicePatience
 from skein.protocol.worker.ops import ComputeOp, Op, PackOp
 from skein.sim.compute.executor import StageTimes
@@ -89,7 +89,7 @@ class SimMesh:
 
     def loss(self) -> DeviceLoss:
         """Loss of the device that is waited for in vain: the one that hangs, or else the first."""
-        return loss_of(self.devices, {}, hung=self.hung or 0)
+        return loss_of(self.devices, {}, blamed=(self.hung or 0, HUNG))
 
     def times(
         self, times: StageTimes, job: JobSpec, chunk: ChunkAssignment, *, memory_bytes: int

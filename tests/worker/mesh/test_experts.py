@@ -1,5 +1,6 @@
 """Experts in parts over the devices of a mesh, in real processes over gloo, against one device."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -151,6 +152,18 @@ def test_devices_together_route_and_learn_like_one(
         assert (wanted.microbatch.num_dropped > 0) == (model.routing.capacity is not None)
     stage.gather_sums()
     assert_same_sums(shared, alone)
+
+
+def test_a_microbatch_of_no_numbers_is_told_as_it_is(four: Mesh) -> None:
+    stage = MeshStage(four, job_of(mixtral(), 2), zeroed(part(mixtral(), 1, 2)))
+    given = Crossing(torch.full((2, NUM_TOKENS, 32), math.nan, dtype=torch.float64))
+    with stage.junction.visited(NUM_VALID, luck=7) as microbatch:
+        made = stage.onward(given.followed(is_sample=False), None)
+    torch.autograd.backward(made.differentiable, [torch.ones_like(made.hidden)])
+    assert made.hidden.isnan().all()
+    assert len(microbatch.losses) == 1
+    assert math.isnan(microbatch.losses[0])
+    stage.drop_sums()
 
 
 @pytest.mark.parametrize("in_sequence", [False, True])

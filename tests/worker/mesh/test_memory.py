@@ -119,7 +119,7 @@ def held_by_each(job: JobSpec, stage: StageSpec, form: MeshForm, folder: Path) -
             keep(tensor)
         num_bytes = sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in own)
         gradients = {str(i): torch.ones_like(x) for i, x in enumerate(share._kept.visits[2].made)}
-        back, _ = share.carry_out(ReturnAsk(ticket=2, puts_aside=False), gradients)
+        back, _ = share.carry_out(ReturnAsk(chunk=1, ticket=2, puts_aside=False), gradients)
         every = Counter(answer.elements) + Counter(back.elements)
         num_elements = every.total() - every[Collective.EXCHANGE]
         return sum(2 * x.nbytes for x in held.parameters()), num_bytes, num_elements

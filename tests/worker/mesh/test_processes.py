@@ -3,11 +3,13 @@
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,11 +17,13 @@ import torch
 
 from tests.worker.mesh.test_stage import job_of, zeroed
 from tests.worker.model.builders import MODELS, NUM_TOKENS, part
+from worker.mesh.frames import DeviceAnswer, DeviceLink, DropAsk
 from worker.mesh.mesh import Mesh
 from worker.mesh.processes import MeshLostError
 from worker.mesh.stage import MeshStage
 from worker.model.base import Crossing
 
+CPU = torch.device("cpu")
 GONE_S = 60.0
 """Nothing here takes long; this only turns a hang into a failure."""
 
@@ -98,6 +102,20 @@ def test_a_device_without_memory_is_told_as_such(mesh: Mesh) -> None:
     assert_all_gone(mesh.processes.pids)
 
 
+def test_a_question_that_breaks_half_way_ends_all_for_the_next_answers_would_be_those_to_it(
+    mesh: Mesh,
+) -> None:
+    asked = DropAsk(tickets=(), sums=(), chunks=())
+    with pytest.raises(
+        MeshLostError, match=r"device 1 \(cpu\) was not understood: .*complex64 may not travel"
+    ):
+        # The first device has been asked by then.
+        mesh.ask_each([(asked, {}), (asked, {"x": torch.zeros(1, dtype=torch.complex64)})])
+    assert_all_gone(mesh.processes.pids)
+    with pytest.raises(MeshLostError):
+        mesh.measure()
+
+
 @pytest.mark.long
 def test_a_device_that_dies_between_ops_is_noticed_without_any(mesh: Mesh) -> None:
     forward(stage_on(mesh))
@@ -135,6 +153,45 @@ def test_a_worker_that_is_turned_away_while_a_device_owes_an_answer_has_lost_tha
         mesh.close()
 
 
+def test_who_is_waited_for_has_the_time_that_turns_out_to_be_left() -> None:
+    ours, theirs = (DeviceLink(end) for end in socket.socketpair())
+    with ThreadPoolExecutor(1) as pool:
+
+        def in_time(act: Callable[[], object]) -> Callable[[], float]:
+            """A moment at first, and then all the time for `act`, which begins only then."""
+            begun: list[object] = []
+
+            def left_s() -> float:
+                if begun:
+                    begun.append(pool.submit(act))
+                    return GONE_S
+                begun.append(None)
+                return 0.01
+
+            return left_s
+
+        # More than lies between both ends unread.
+        large = {"x": torch.ones(1 << 22)}
+        ours.send(DeviceAnswer(), large, in_time(lambda: theirs.receive(CPU)))
+        answer, found = ours.receive(CPU, in_time(lambda: theirs.send(DeviceAnswer(num_tokens=3), large)))
+    assert answer == DeviceAnswer(num_tokens=3)
+    assert torch.equal(found["x"], large["x"])
+    with pytest.raises(TimeoutError):
+        ours.receive(CPU, iter([0.01, 0.0]).__next__)
+    ours.close()
+    theirs.close()
+
+
+def test_a_device_has_the_memory_that_was_free_at_first_and_that_plans_know_of(mesh: Mesh) -> None:
+    profile = mesh.measure(seconds=0.01)
+    free_bytes = mesh.device_bytes
+    mesh.bound_memory(profile.memory_bytes)
+    planned_bytes = mesh.device_bytes
+    assert planned_bytes == profile.memory_bytes // 2 < free_bytes
+    mesh.measure(seconds=0.01)
+    assert mesh.device_bytes == planned_bytes
+
+
 _PARENT = """
 import signal, sys
 from skein.config.mesh.tensor import MeshForm
@@ -146,8 +203,12 @@ signal.pause()
 """
 
 
-def test_no_device_process_outlives_a_killed_worker() -> None:
-    with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True) as parent:
+def test_no_device_process_outlives_a_killed_worker(tmp_path: Path) -> None:
+    # What lies in the folder that a worker is started in is not what its devices run.
+    (tmp_path / "worker").mkdir()
+    (tmp_path / "worker" / "__init__.py").write_text("raise SystemExit('this is no worker of ours')")
+    command = [sys.executable, "-P", "-c", _PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as parent:
         assert parent.stdout is not None
         children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
         assert len(children) == 2

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -215,6 +216,21 @@ def test_what_is_put_aside_is_in_no_sum_until_it_is_added(four: Mesh, name: str,
     add_up(aside)
     stage.gather_sums()
     assert_same_sums(shared, alone)
+
+
+def test_a_parameter_in_the_place_of_another_is_given_to_the_devices(four: Mesh) -> None:
+    model = MODELS["no_groups"]
+    stage = MeshStage(four, job_of(model, 2), whole(model))
+    x, labels = samples(model)
+    name, memory = "model.norm.weight", np.ones(32)
+    scores = []
+    for factor in (1.0, 2.0):
+        memory[:] = factor
+        # At the same address, and as often changed.
+        stage.parameters = {**stage.parameters, name: torch.from_numpy(memory)}
+        with torch.no_grad():
+            scores.append(stage.score(Crossing(x), labels)[0].item())
+    assert scores[0] != scores[1]
 
 
 def test_what_nobody_comes_back_for_is_in_no_sum(four: Mesh) -> None:

@@ -14,8 +14,9 @@ from skein.config.mesh.tensor import MeshForm
 from worker.compute.payload import GRADIENT, HIDDEN, LABELS, SCORES, SCORES_GRADIENT, TOKENS
 from worker.model.base import IGNORED_LABEL
 
-LOSS = "loss"
-"""Name of a loss among the tensors of an answer."""
+LOSS, BALANCE = "loss", "balance"
+"""Names among the tensors of an answer: a loss, and the balance loss of each layer with experts that was visited. Both
+may be no numbers at all, which a header cannot say."""
 _ACTIVATIONS = (HIDDEN, GRADIENT)
 """Tensors with features in their last dim; raw samples have none, and are integers."""
 _PADDING: Mapping[str, float] = {

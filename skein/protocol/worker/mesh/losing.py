@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 FAILED, NO_MEMORY, SUM_BROKEN = 1, 3, 4
 """Exit codes of a device process; SIGKILL is the kernel's, or somebody's."""
+HUNG = "hung"
 _REASONS = {FAILED: "failed", NO_MEMORY: "is out of memory", SUM_BROKEN: "lost the other devices"}
 
 
@@ -16,19 +17,21 @@ class DeviceLoss:
     left: tuple[str, ...]
 
 
-def loss_of(devices: Sequence[str], codes: Mapping[int, int], *, hung: int | None = None) -> DeviceLoss:
+def loss_of(
+    devices: Sequence[str], codes: Mapping[int, int], *, blamed: tuple[int, str] | None = None
+) -> DeviceLoss:
     """The device that is to blame, and the others.
 
     Args:
         devices: of the mesh.
         codes: exit codes of the processes that have ended, by the number of the device; negative: a signal.
-        hung: the device that was waited for in vain; None: processes ended by themselves.
+        blamed: the device for which all were ended, and what it did; None: processes ended by themselves.
 
     >>> loss_of(("cuda:0", "cuda:1"), {0: SUM_BROKEN, 1: -9})
     DeviceLoss(reason='the process of device 1 (cuda:1) was killed by signal 9', left=('cuda:0',))
     """
-    if hung is not None:
-        at, why = hung, "hung"
+    if blamed is not None:
+        at, why = blamed
     else:
         # Whoever ends because a sum broke is not who broke it.
         at = min(codes, key=lambda index: (codes[index] == SUM_BROKEN, index))
