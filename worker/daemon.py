@@ -171,8 +171,15 @@ async def _be(setting: "WorkerSetting") -> int:
 async def _go_on(setting: "WorkerSetting") -> int:
     """The exit code, once nothing depends on the worker, or no device is left."""
     with _stopping() as (posts, asked):
+
+        def on_ready(inbox: "WorkerInbox") -> None:
+            posts.append(inbox.post)
+            if asked:
+                # The signal came while the worker was coming back, and whoever was told of it is gone.
+                inbox.post(_asked_by(asked[0]))
+
         while True:
-            end = await _incarnate(setting, lambda inbox: posts.append(inbox.post))
+            end = await _incarnate(setting, on_ready)
             if isinstance(end, int):
                 return end
             if asked or not end.left:
@@ -242,7 +249,7 @@ def _stopping() -> Iterator[tuple[list[Callable[[WorkerEvent], None]], list[str]
             os._exit(FAILED)
         asked.append(name)
         _log.info("stopping on %s; once more ends this process at once", name)
-        posts[-1](StopRequested(reason=f"asked to stop by {name}"))
+        posts[-1](_asked_by(name))
 
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
@@ -252,6 +259,10 @@ def _stopping() -> Iterator[tuple[list[Callable[[WorkerEvent], None]], list[str]
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
+
+
+def _asked_by(name: str) -> StopRequested:
+    return StopRequested(reason=f"asked to stop by {name}")
 
 
 # --- options ---

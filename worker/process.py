@@ -22,7 +22,7 @@ from skein.topology.fleet import Profile
 from skein.types import Generation, Incarnation, SiteId, WorkerId
 from skein.units import format_bytes
 from skein.wire.calling import Dial
-from skein.wire.channel import bind, open_channel, open_channel_to, open_server
+from skein.wire.channel import bind, open_channel, open_channel_to, open_server, require_free
 from skein.wire.credentials import Credentials
 from skein.wire.extra import DialBack, FetchStateRequest, LogLine
 from skein.wire.identity.enrolling import keep_renewed
@@ -117,9 +117,7 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
     metrics = WorkerMetrics(statistics, compute.gauges)
     async with AsyncExitStack() as stack:
         raise_open_files()
-        revocations = Revocations()
-        server = open_server(credentials=setting.credentials, named=revocations.named)
-        port = bind(server, setting.listen, setting.port, credentials=setting.credentials)
+        require_free(setting.listen, setting.port)
         if setting.metrics_port is not None:
             pages = await metrics.serve(setting.metrics_host, setting.metrics_port)
             stack.push_async_callback(pages.close)
@@ -131,7 +129,14 @@ async def work(setting: WorkerSetting, on_ready: Callable[[WorkerInbox], None]) 
         executor = Executor(compute, partial(_waited_s, mesh))
         executor.start()
         stack.callback(executor.stop)
-        machine = Worker(await _identity(setting, executor, port))
+        profile = await _measured(setting, executor)
+        if mesh is not None:
+            mesh.bound_memory(profile.memory_bytes)
+        # Not before: gRPC gives no port back at which nothing was served, and a device may be lost until here.
+        revocations = Revocations()
+        server = open_server(credentials=setting.credentials, named=revocations.named)
+        port = bind(server, setting.listen, setting.port, credentials=setting.credentials)
+        machine = Worker(_identity(setting, profile, port))
         log = setting.boundary_log()
         stack.callback(log.close)
         desk = Desk[Payload](machine.identity.worker, log, weigh=weight_bytes, release=())
@@ -231,7 +236,8 @@ class _Parts:
             coordinator_at=lambda: where.at,
             way_to=setting.way_to,
         )
-        async with asyncio.TaskGroup() as group:
+        async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+            stack.callback(ways.close)
             peers = Peers(
                 setting.worker,
                 group=group,
@@ -292,7 +298,6 @@ class _Parts:
             for kept in keeping:
                 kept.cancel()
             await peers.close()
-            ways.close()
         return end
 
     def _forget(self, peers: Peers, generation: Generation) -> None:
@@ -344,10 +349,15 @@ def _waited_s(mesh: Mesh | None, thread: int) -> float:
     return waited_s(thread) + (0.0 if mesh is None else max(mesh.processes.waited_s()))
 
 
-async def _identity(setting: WorkerSetting, executor: Executor, port: int) -> Identity:
+async def _measured(setting: WorkerSetting, executor: Executor) -> Profile:
+    """Profile of the device, with no more memory than the setting lets a job use."""
     profile = await asyncio.wrap_future(executor.call(partial(setting.measure, setting.device)))
-    if setting.memory_bytes is not None:
-        profile = replace(profile, memory_bytes=min(setting.memory_bytes, profile.memory_bytes))
+    if setting.memory_bytes is None:
+        return profile
+    return replace(profile, memory_bytes=min(setting.memory_bytes, profile.memory_bytes))
+
+
+def _identity(setting: WorkerSetting, profile: Profile, port: int) -> Identity:
     identity = Identity(
         worker=setting.worker,
         incarnation=setting.incarnation,

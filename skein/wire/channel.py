@@ -169,18 +169,32 @@ def bind(
     Raises:
         UserError: the port is taken, or the host is not this machine's, with the system's own words.
     """
+    require_free(host, port)
+    address = join_address(host, port)
+    try:
+        bound = _add_port(server, address, credentials.wallet, is_for_strangers=is_for_strangers)
+    except RuntimeError as error:
+        raise _taken(address, "cannot listen there") from error
+    return int(bound)
+
+
+def require_free(host: str, port: int) -> None:
+    """Look whether a server can listen at host:port now (0: at any free port).
+
+    Raises:
+        UserError: as for `bind`.
+    """
     address = join_address(host, port)
     if not 0 <= port < 2**16:
         raise UserError("listen", address, "give a port between 0 and 65535")
     try:
         try_address(host, port)
-        bound = _add_port(server, address, credentials.wallet, is_for_strangers=is_for_strangers)
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "cannot listen there"
-        raise UserError(
-            "listen", address, f"{reason}; give another host:port, or end what listens there"
-        ) from error
-    return int(bound)
+    except OSError as error:
+        raise _taken(address, error.strerror or str(error)) from error
+
+
+def _taken(address: str, reason: str) -> UserError:
+    return UserError("listen", address, f"{reason}; give another host:port, or end what listens there")
 
 
 def _add_port(server: aio.Server, address: str, wallet: Wallet | None, *, is_for_strangers: bool) -> int:

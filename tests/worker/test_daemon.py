@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from client.local import free_port
 from skein.config.resources import Label
 from skein.protocol.messages.directives import Dismiss, Measure, Refused
-from skein.protocol.messages.reports import Leaving
+from skein.protocol.messages.reports import Beat, Leaving
+from skein.protocol.messages.ways import COORDINATOR_RELAY, RelayPlace, Ways
 from skein.types import SiteId
 from tests.worker.puppet import WAIT_S, WELCOME, listening, puppet
 from worker import __main__ as command_line
+from worker.boundary import BoundaryLog
 from worker.daemon import DONE, FAILED, USAGE, WorkerOptions, run_worker
 from worker.mesh.mesh import Mesh
 from worker.telling.logs import LogTail, begin_worker_log
@@ -182,6 +185,79 @@ async def test_a_mesh_that_is_turned_away_while_a_device_owes_an_answer_comes_ba
         again = await coordinator.session()
         assert (session.hello.profile.device, again.hello.profile.device) == ("cpu:2", "cpu")
         assert again.hello.incarnation != session.hello.incarnation
+        again.say(WELCOME, Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
+        async with asyncio.timeout(WAIT_S):
+            assert await ended == DONE
+
+
+def struck_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a device of each mesh die before anything is known of it."""
+
+    def made(devices: tuple[str, ...]) -> Mesh:
+        mesh = Mesh(devices)
+        os.kill(mesh.processes.pids[1], signal.SIGKILL)
+        return mesh
+
+    monkeypatch.setattr("worker.process.Mesh", made)
+
+
+async def test_a_mesh_that_loses_a_device_before_it_has_joined_comes_back_at_the_same_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    struck_at_once(monkeypatch)
+    async with puppet() as (coordinator, port):
+        options = WorkerOptions(join=f"127.0.0.1:{port}", name="w0", devices="cpu:2", port=free_port())
+        ended = asyncio.create_task(run_worker(options))
+        session = await coordinator.session()
+        assert session.hello.profile.device == "cpu"
+        assert session.hello.address == f"127.0.0.1:{options.port}"
+        session.say(WELCOME, Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
+        async with asyncio.timeout(WAIT_S):
+            assert await ended == DONE
+
+
+async def test_a_worker_that_is_stopped_while_it_comes_back_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    struck_at_once(monkeypatch)
+
+    def log_and_signal() -> BoundaryLog:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return BoundaryLog()
+
+    async with puppet() as (_, port):
+        options = WorkerOptions(join=f"127.0.0.1:{port}", name="w0", devices="cpu:2")
+        # It has not joined yet, so there is nobody to ask.
+        async with asyncio.timeout(WAIT_S):
+            assert await run_worker(options, adapt=lambda x: replace(x, boundary_log=log_and_signal)) == DONE
+
+
+async def test_nothing_of_a_mesh_listens_at_relays_once_it_has_lost_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meshes: list[Mesh] = []
+
+    def made(devices: tuple[str, ...]) -> Mesh:
+        meshes.append(Mesh(devices))
+        return meshes[-1]
+
+    monkeypatch.setattr("worker.process.Mesh", made)
+    relay = RelayPlace(worker=COORDINATOR_RELAY, address="")
+    async with puppet() as (coordinator, port):
+        options = WorkerOptions(join=f"127.0.0.1:{port}", name="w0", devices="cpu:2")
+        ended = asyncio.create_task(run_worker(options))
+        session = await coordinator.session()
+        session.say(WELCOME)
+        await session.heard(Beat)
+        before = asyncio.all_tasks()
+        session.say(Ways(ways=(), listens=(relay,)))
+        while not (
+            listening := [x for x in asyncio.all_tasks() - before if "Listening" in str(x.get_coro())]
+        ):
+            await session.heard(Beat)
+        os.kill(meshes[0].processes.pids[1], signal.SIGKILL)
+        again = await coordinator.session()
+        assert all(task.done() for task in listening)
         again.say(WELCOME, Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
         async with asyncio.timeout(WAIT_S):
             assert await ended == DONE
