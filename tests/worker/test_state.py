@@ -1,5 +1,7 @@
 """State by name, whatever an optimizer keeps: scalars, vectors of no parameter's shape, what is not copied or saved."""
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from skein.config.aggregation import AllReduce
+from skein.config.aggregation import AggregationSpec, AllReduce
 from skein.errors import LocalError
 from skein.numeric.aggregate.all_reduce import AllReduceRule
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
 from skein.types import StageIndex, StageSpec, Step
 from tests.worker.lab import CPU, tiny_job
+from tests.worker.test_operands import RULES
 from worker.compute.chunk import Chunk
-from worker.compute.state import STEP, by_name, copied, named_tensors, saved, walker_from
+from worker.compute.state import STEP, by_name, copied, named_tensors, saved, state_sizes, walker_from
 from worker.model.stage import build_stage
 
 FLAT, SCALES, ERROR, SCRATCH = "flat", "scales", "error", "scratch"
@@ -147,3 +150,28 @@ def test_a_tensor_of_another_shape_is_refused(text: Path) -> None:
     state = donor.copy_state() | {"flat.all": torch.zeros(3)}
     with pytest.raises(LocalError, match=r"flat.all should be .*, found \(3,\)"):
         newcomer.load_state(state, version=Step(1))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+def test_names_and_sizes_of_state_are_known_without_any(rule: AggregationSpec, tmp_path: Path) -> None:
+    job = tiny_job(tmp_path).model_copy(update={"aggregation": rule})
+    chunk = Chunk.drawn(job, StageSpec(index=StageIndex(1), first=1, stop=3), version=Step(0), device=CPU)
+    state = chunk.state()
+    assert state_sizes(job, chunk.stage) == {name: tensor.nbytes for name, tensor in state.items()}
+
+
+_ASKS = """
+import sys
+from pathlib import Path
+from skein.types import StageIndex, StageSpec
+from tests.worker.lab import tiny_job
+from worker.compute.state import state_names
+before = set(sys.modules)
+state_names(tiny_job(Path("text")), StageSpec(index=StageIndex(0), first=0, stop=2))
+print(len(set(sys.modules) - before))
+"""
+
+
+def test_the_event_loop_stands_still_for_no_module_when_it_asks_for_names_of_state() -> None:
+    found = subprocess.run([sys.executable, "-c", _ASKS], capture_output=True, text=True, check=True)
+    assert int(found.stdout) == 0

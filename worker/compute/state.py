@@ -5,6 +5,7 @@ Rules of this file
 - What a slot does not want copied, or saved, begins anew wherever the state is taken over.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -122,27 +123,33 @@ def saved_names(job: JobSpec, stages: Iterable[StageSpec], walkers: Walkers = Wa
 
 def state_sizes(job: JobSpec, stage: StageSpec) -> dict[str, int]:
     """Bytes of each tensor that a holder of `stage` gives to another, by name."""
-    return {name: tensor.nbytes for name, tensor in _given(job, stage).items()}
+    return _given(job, stage)
 
 
-def _given(job: JobSpec, stage: StageSpec) -> dict[str, Tensor]:
-    """Tensors without memory, as a holder gives them to another: of an array, those of each row."""
+def _given(job: JobSpec, stage: StageSpec) -> dict[str, int]:
+    """Bytes of tensors as a holder gives them to another: of an array, those of each row."""
     drafted = _drafted(job, stage, copied(rule_of(job.aggregation, job.optimizer).slots))
     if not job.rows:
         return drafted
-    return {
-        f"{walker_prefix(row)}{x}": tensor for row in range(len(job.rows)) for x, tensor in drafted.items()
-    }
+    return {f"{walker_prefix(row)}{x}": size for row in range(len(job.rows)) for x, size in drafted.items()}
 
 
-def _drafted(job: JobSpec, stage: StageSpec, slots: Collection[str]) -> dict[str, Tensor]:
-    """State of `stage` by name, in tensors that take no memory."""
-    dtype = parameter_dtype(job.precision)
+def _drafted(job: JobSpec, stage: StageSpec, slots: Collection[str]) -> dict[str, int]:
+    """Bytes of the state of `stage`, by name.
+
+    What there is of it the rule says of parameters without memory: a dim of 0 is before their own. On torch's device
+    for that, `meta`, the first zeros make torch import for seconds, and whoever asks is the event loop.
+    """
+    dtype, rule = parameter_dtype(job.precision), rule_of(job.aggregation, job.optimizer)
     params = {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, shape in stage_shapes(job.model, stage).items()
+        name: torch.empty((0, *shape), dtype=dtype) for name, shape in stage_shapes(job.model, stage).items()
     }
-    drafted = named_tensors(
-        Walker(params=params, state=rule_of(job.aggregation, job.optimizer).init(params)), slots
-    )
-    return {**drafted, FATE: torch.empty(2, dtype=torch.int64, device="meta")} if job.rows else drafted
+    tensors = named_tensors(Walker(params=params, state=rule.init(params)), slots)
+    drafted = {name: _full_bytes(tensor) for name, tensor in tensors.items()}
+    return {**drafted, FATE: 2 * torch.int64.itemsize} if job.rows else drafted
+
+
+def _full_bytes(tensor: Tensor) -> int:
+    """Bytes of what this is a draft of."""
+    sizes = tensor.shape[1:] if tensor.shape[:1] == (0,) else tensor.shape
+    return math.prod(sizes) * tensor.dtype.itemsize
