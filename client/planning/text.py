@@ -117,7 +117,7 @@ def _workers(report: Report) -> Iterator[str]:
             rest = (
                 ""
                 if row.num_used_devices == row.num_devices
-                else f"; {row.num_used_devices} share a stage at most"
+                else f"; a stage is on {row.num_used_devices} of them at most"
             )
             yield f"{row.worker}: the fullest of its {row.num_devices} devices holds {held}{rest}"
 

@@ -172,7 +172,7 @@ def test_a_fleet_and_a_job_are_planned_for_the_whole_step() -> None:
     assert told.endswith(f" of {format_bytes(4 * 10**9)}")
     three = reported(FLEET.replace("{name: b1,", "{devices: 3, name: b1,"))
     (told,) = [line for line in report_lines(three, all_paths=False) if "fullest" in line]
-    assert told.endswith("; 2 share a stage at most"), "two key-value heads"
+    assert told.endswith("; a stage is on 2 of them at most"), "two key-value heads"
 
 
 def test_what_aggregation_costs_is_told_of_a_fleet_and_of_no_instance() -> None:
