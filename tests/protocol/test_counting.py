@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 
 from skein.config.job import BudgetSpec, JobSpec
+from skein.numeric.coreset.room import MOST_FEATURE_BYTES, feature_bytes
 from skein.protocol.coordinator.coordinator_io import Append, Log, Outbox
-from skein.protocol.coordinator.runs.steps.counting import count_data
+from skein.protocol.coordinator.runs.steps.counting import count_data, room_doubt
 from skein.protocol.log.history import History
 from skein.protocol.log.records import DataCounted, JobResumed, JobSubmitted
 from skein.protocol.messages.coresets import MOST_PICKS
 from skein.sim.shapes import shape_of
 from skein.types import JobId
 from tests.support.jobs import small_job
+from tests.support.plans import chunk, path, plan_of
 from tests.support.row_choices import RowsBench, array
 
 JOB = JobId("j-1")
@@ -56,6 +58,21 @@ def test_rows_that_cannot_be_chosen_of_end_the_job_and_are_not_recorded(num_rows
     assert doubt is not None
     assert doubt.startswith(f"data: {num_rows} rows: choices along the run are made of ")
     assert outbox.drain() == []
+
+
+@pytest.mark.parametrize(("num_ends", "fits"), [(1, False), (4, True)])
+def test_rows_that_no_worker_has_room_to_compare_end_the_job_before_its_first_step(
+    num_ends: int, fits: bool
+) -> None:
+    history, _ = counting(BudgetSpec(steps=10), shape_of("line 1x4 chosen").job(steps=10))
+    job = history.jobs[JOB]
+    at_once = MOST_FEATURE_BYTES // feature_bytes(job.spec.model, job.spec.data.coreset, 1)
+    chunks = [chunk(0, name) for name in "abcd"]
+    plan = plan_of(chunks, [path(x) for x in chunks[:num_ends]])
+    doubt = room_doubt(job, plan, 4 * at_once)
+    assert (doubt is None) is fits
+    assert fits or "or more workers" in str(doubt)
+    assert room_doubt(job, plan, num_ends * at_once) is None
 
 
 def test_rows_of_several_arrays_whose_choices_are_too_much_to_tell_end_theirs() -> None:

@@ -15,6 +15,7 @@ from skein.errors import LocalError, UserError
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.mlp import MlpModel
 from skein.model.table import ModelSpec
+from skein.numeric.coreset.room import feature_bytes
 from skein.protocol.log.records import CoresetChosen, GenerationOpened
 from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.tensors import Phase
@@ -54,13 +55,19 @@ def job_of(
     )
 
 
-def looked_at(lab: Lab, num_rows: int, version: int = 0) -> list[HeadRows]:
-    """What each head has once all training rows have been forwarded, by evaluation's paths."""
+def taken(lab: Lab, num_rows: int, version: int = 0) -> list[HeadRows | UserError]:
+    """What each head has once all training rows have been forwarded, by evaluation's paths, or why it has not."""
     size = lab.job.batch.microbatch_samples
     for m in range(-(-num_rows // size)):
         lab.microbatch(Step(version), m, lab.arrangement.paths[m % len(lab.arrangement.paths)], Phase.SELECT)
     found = [bench.compute.traits.take() for bench in lab.benches.values()]
     return [rows[0] for rows in found if rows]
+
+
+def looked_at(lab: Lab, num_rows: int, version: int = 0) -> list[HeadRows]:
+    """What each head has, which has room for it."""
+    found = taken(lab, num_rows, version)
+    return [rows for rows in found if isinstance(rows, HeadRows)]
 
 
 @pytest.mark.parametrize("layout", list(Layout))
@@ -145,6 +152,7 @@ def test_a_selection_that_outlasts_steps_is_of_the_parameters_that_were(
             going.step(m - 1)
     found = [rows[0] for b in going.benches.values() if (rows := b.compute.traits.take())]
     for one, other in zip(found, expected, strict=True):
+        assert isinstance(one, HeadRows)
         assert np.array_equal(one.ids, other.ids)
         assert np.array_equal(one.logits_NC, other.logits_NC)
     still.step(0)
@@ -210,11 +218,38 @@ async def test_a_choice_beside_steps_is_by_parameters_of_the_version_that_is_rec
 def test_more_features_than_fit_are_refused_with_what_to_do(
     tmp_path: FilePath, labs: list[Lab], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(traits, "MOST_BYTES", 100)
+    monkeypatch.setattr(traits, "MOST_FEATURE_BYTES", 100)
     lab = Lab(job_of(tmp_path))
     labs.append(lab)
-    with pytest.raises(UserError, match=r"data.coreset.feature: 'last_layer': .* give feature: logits"):
-        looked_at(lab, 16)
+    (refused,) = taken(lab, 16)
+    assert isinstance(refused, UserError)
+    assert refused.hint.startswith("features of the rows of one worker take more than")
+    monkeypatch.setattr(traits, "MOST_FEATURE_BYTES", 1 << 20)
+    (rows,) = looked_at(lab, 16)  # another look is none the worse
+    assert len(rows.ids) == 16
+
+
+async def test_where_a_worker_has_no_room_chance_draws_of_its_rows_and_nobody_is_struck(
+    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traits, "MOST_FEATURE_BYTES", 100)
+    async with cluster(Disk()) as here, here.workers("w0"):
+        here.submit(job_of(tmp_path, refresh_epochs=None))
+        assert await here.finished() == JobState.FINISHED
+        (chosen,) = here.all(CoresetChosen)
+        assert len(here.all(GenerationOpened)) == 1
+    assert (chosen.num_faults, chosen.num_by_chance) == (1, chosen.num_rows)
+
+
+@pytest.mark.parametrize("feature", ["last_layer", "logits"])
+def test_bytes_of_features_are_known_before_they_are_there(
+    tmp_path: FilePath, labs: list[Lab], feature: str
+) -> None:
+    lab = Lab(job_of(tmp_path, feature=feature))
+    labs.append(lab)
+    (rows,) = looked_at(lab, 16)
+    num_bytes = rows.logits_NC.nbytes + (0 if rows.hidden_NH is None else rows.hidden_NH.nbytes)
+    assert feature_bytes(lab.job.model, lab.job.data.coreset, 16) == num_bytes
 
 
 def test_what_was_read_ahead_by_an_older_choice_is_not_used(tmp_path: FilePath, labs: list[Lab]) -> None:

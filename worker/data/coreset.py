@@ -25,16 +25,16 @@ from skein.config.job import BatchSpec
 from skein.data.cursor import Cursor
 from skein.data.order import shuffled_indices
 from skein.errors import UserError
+from skein.numeric.coreset.budgets import check_fraction
 from skein.numeric.coreset.choice import Choice, choose_by_chance, choose_coreset
 from skein.numeric.coreset.features import vectors
 from skein.numeric.coreset.greedy import Greedy
+from skein.numeric.coreset.room import MOST_FEATURE_BYTES
 from skein.protocol.messages.coresets import MOST_PICKS, MOST_ROWS, ToldChoice
 from skein.storage.outside import call_moved
 from skein.types import Step
 from skein.units import format_bytes
 
-MOST_FEATURE_BYTES = 4 << 30
-"""Distances are made of rows in float64, which take no more than this."""
 _SIGN_S = 1.0
 _MOST_KEPT = 4
 
@@ -233,13 +233,7 @@ def coreset_of(
     num_rows = len(groups_N)
     num_picks = spec.num_picks(num_rows)
     num_groups = len(np.unique(groups_N))
-    wanted = max(num_groups, batch_samples or 1)
-    if num_picks < wanted:
-        several = f" of {len(sources)} sources" if len(sources) > 1 else ""
-        groups = f"{num_groups} classes{several}" if spec.group_by == "label" else f"{num_groups} sources"
-        why = groups if wanted == num_groups else f"the {wanted} rows of one step"
-        hint = f"{num_picks} of {num_rows} rows are fewer than {why}: give at least {wanted / num_rows:.3g}"
-        raise UserError("data.coreset.fraction", spec.fraction, hint)
+    check_fraction(spec, num_rows, num_groups, num_sources=len(sources), step_rows=batch_samples)
     if spec.follows_model and num_picks > MOST_PICKS:
         hint = f"{num_picks} rows are more than can be told at once: give at most {MOST_PICKS / num_rows:.3g}"
         raise UserError("data.coreset.fraction", spec.fraction, hint)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from skein.config.job import JobSpec
-from skein.errors import SkeinError
+from skein.errors import SkeinError, UserError
 from skein.protocol.messages.coresets import CandidatesPicked, parts_of
 from skein.protocol.worker.worker_io import BytesMoved, PickCandidates, WorkerEvent
 from worker.executor import Executor, one_line
@@ -33,15 +33,17 @@ async def pick(command: PickCandidates, executor: Executor, post: Callable[[Work
 
 
 def _parts(
-    command: PickCandidates, rows: Mapping[int, HeadRows], job: JobSpec
+    command: PickCandidates, rows: Mapping[int, HeadRows | UserError], job: JobSpec
 ) -> tuple[CandidatesPicked, ...]:
     return tuple(part for row, own in rows.items() for part in _parts_of_row(command, row, own, job))
 
 
 def _parts_of_row(
-    command: PickCandidates, row: int, rows: HeadRows, job: JobSpec
+    command: PickCandidates, row: int, rows: HeadRows | UserError, job: JobSpec
 ) -> tuple[CandidatesPicked, ...]:
     try:
+        if isinstance(rows, UserError):
+            raise rows
         found = picked(rows, job, num_rows=command.num_rows)
     except (SkeinError, MemoryError) as error:
         _log.warning("step=%d no candidates: %s", command.version, one_line(error))

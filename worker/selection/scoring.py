@@ -14,11 +14,7 @@ from worker.selection.traits import Traits
 def loss_at_end(
     op: LossOp | LossInputOp, chunk: Chunk, x: Crossing, labels: Labels, job: JobSpec, traits: Traits
 ) -> Loss:
-    """Loss of a microbatch; in a probe also the digest of the parameters, in a selection `traits` keep its rows.
-
-    Raises:
-        UserError: there are more rows than can be kept.
-    """
+    """Loss of a microbatch; in a probe also the digest of the parameters, in a selection `traits` keep its rows."""
     with torch.no_grad():
         if op.phase.selects:
             hidden, logits = chunk.module.traits(x.hidden)

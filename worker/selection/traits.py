@@ -3,6 +3,7 @@
 Rules of this file
 - Kept are the two factors of a last layer's gradient, hidden state and error, or the logits: never their product.
 - `Traits` is the torch thread's; `picked` runs beside, on what it has given away.
+- More rows than there is room for are not kept, and chance draws of them: that is no failure of the worker.
 
 N rows, H hidden, C classes.
 """
@@ -19,11 +20,8 @@ from skein.errors import UserError
 from skein.numeric.coreset.distributed import Candidates
 from skein.numeric.coreset.features import Features, last_layer, vectors
 from skein.numeric.coreset.portions import Picking, pick_candidates
+from skein.numeric.coreset.room import MOST_FEATURE_BYTES, no_room
 from skein.types import MicrobatchId, Step
-from skein.units import format_bytes
-
-MOST_BYTES = 4 << 30
-"""Features of a worker's rows take no more than this, in float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +72,11 @@ class Traits:
         self._version: Step | None = None
         self._rows: dict[int, dict[MicrobatchId, HeadRows]] = {}
         self._num_bytes = 0
+        self._refusal: UserError | None = None
 
     def forget(self) -> None:
         """Drop everything."""
-        self._version, self._rows, self._num_bytes = None, {}, 0
+        self._version, self._rows, self._num_bytes, self._refusal = None, {}, 0, None
 
     def keep(
         self,
@@ -92,9 +91,6 @@ class Traits:
         """Keep what the head has of a microbatch of training rows, which are in the order of their ids.
 
         `of`: the model, in an array.
-
-        Raises:
-            UserError: they are too many.
         """
         if self._version != version:
             self.forget()
@@ -110,17 +106,22 @@ class Traits:
             logits_NC=_float64(logits),
         )
         self._num_bytes += rows.logits_NC.nbytes + (0 if rows.hidden_NH is None else rows.hidden_NH.nbytes)
-        if self._num_bytes > MOST_BYTES:
-            hint = (
-                f"features of the rows of one worker take more than {format_bytes(MOST_BYTES)}: "
-                "give feature: logits, method: random, or more workers; in a sweep a smaller per_array"
-            )
-            raise UserError("data.coreset.feature", job.data.coreset.feature, hint)
-        self._rows.setdefault(asked.row, {})[microbatch] = rows
+        kept = self._rows.setdefault(asked.row, {})
+        if self._num_bytes > MOST_FEATURE_BYTES:
+            self._refusal = no_room(job.data.coreset)
+            self._rows = {row: {} for row in self._rows}
+        elif self._refusal is None:
+            kept[microbatch] = rows
 
-    def take(self) -> dict[int, HeadRows]:
-        """All rows that are here, ascending, by the row of the array whose model was asked; they are kept no longer."""
-        found = {row: _together([rows[m] for m in sorted(rows)]) for row, rows in sorted(self._rows.items())}
+    def take(self) -> dict[int, HeadRows | UserError]:
+        """All rows that are here, ascending, by the row of the array whose model was asked; they are kept no longer.
+
+        Where they were too many, why there are none.
+        """
+        found = {
+            row: self._refusal or _together([rows[m] for m in sorted(rows)])
+            for row, rows in sorted(self._rows.items())
+        }
         self.forget()
         return found
 

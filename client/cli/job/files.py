@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from client.choices import choices_outline
 from client.cli.job.sweep import settings_text
 from client.cli.options import connect_client, json_option, overrides_option, remote_command, size
 from client.cli.show import count, print_json
@@ -25,7 +26,9 @@ from skein.units import counted
 
 
 def outline(job: JobSpec) -> str:
-    """A job in one line: what will be trained, how, and the name of its content; in another what aggregation costs."""
+    """A job in one line: what will be trained, how, and the name of its content; in others what aggregation costs,
+    which arrays a sweep makes, and what is chosen of the rows.
+    """
     parallel, batch = job.parallel, job.batch
     cost = f"\n{estimate_of_job(job).words}" if parallel.replicas > 1 else ""
     chunks = f" in {parallel.chunks} chunks each" if parallel.chunks != 1 else ""
@@ -36,6 +39,7 @@ def outline(job: JobSpec) -> str:
         f"{counted(parallel.stages, 'stage')} x {counted(parallel.replicas, 'replica')}{chunks} ({parallel.layout}), "
         f"{_length(job)} of {batch.samples} samples, {job.precision}{ends}; "
         f"hash {job.content_hash()[:12]}{cost}{_arrays(job)}"
+        + "".join(f"\n{line}" for line in choices_outline(job))
     )
 
 

@@ -1,10 +1,32 @@
-"""Budgets of groups: how many rows of each a choice takes."""
+"""Budgets of groups: how many rows of each a choice takes, and whether they are enough."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from skein.config.data.coreset import CoresetSpec
 from skein.errors import UserError
+
+
+def check_fraction(
+    spec: CoresetSpec, num_rows: int, num_groups: int, *, num_sources: int, step_rows: int | None
+) -> None:
+    """Refuse a fraction of which too few rows are chosen.
+
+    Args:
+        step_rows: rows of one step, if a choice has to have as many.
+
+    Raises:
+        UserError: there are fewer picks than groups or than rows of a step.
+    """
+    num_picks, wanted = spec.num_picks(num_rows), max(num_groups, step_rows or 1)
+    if num_picks >= wanted:
+        return
+    several = f" of {num_sources} sources" if num_sources > 1 else ""
+    groups = f"{num_groups} classes{several}" if spec.group_by == "label" else f"{num_groups} sources"
+    why = groups if wanted == num_groups else f"the {wanted} rows of one step"
+    hint = f"{num_picks} of {num_rows} rows are fewer than {why}: give at least {wanted / num_rows:.3g}"
+    raise UserError("data.coreset.fraction", spec.fraction, hint)
 
 
 def budgets(sizes: Sequence[float], num_picks: int, *, rows: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from skein.protocol.coordinator.runs.ending import Rewind
 from skein.protocol.coordinator.runs.fencing import Fence
 from skein.protocol.coordinator.runs.parts import Parts
 from skein.protocol.coordinator.runs.placing.planning import one_for_each_print
-from skein.protocol.coordinator.runs.steps.counting import count_data
+from skein.protocol.coordinator.runs.steps.counting import count_data, room_doubt
 from skein.protocol.coordinator.runs.stopping import Stopping
 from skein.protocol.log.records import IncidentKind, StepCommitted
 from skein.protocol.messages.directives import Commit, Start, StepRecord
@@ -47,6 +47,8 @@ class Boundary:
             return
         num_validation_samples, num_train_samples = parts.placement.num_samples()
         doubt = count_data(parts.job, num_train_samples, parts.out, now=now)
+        if doubt is None and parts.job.version == 0:
+            doubt = room_doubt(parts.job, self._plan(), num_train_samples)
         if doubt is not None:
             self._stopping.fail(doubt, now=now)
             return

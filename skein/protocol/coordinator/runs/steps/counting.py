@@ -1,13 +1,19 @@
-"""Size of an epoch of a job's data, once and for all: counted when workers open them first."""
+"""Size of an epoch of a job's data, once and for all: counted when workers open them first; room for choices of it."""
+
+from collections import Counter
+from math import ceil
 
 from skein.config.job import with_steps
 from skein.errors import UserError
+from skein.numeric.coreset.room import MOST_FEATURE_BYTES, feature_bytes, no_room
 from skein.plan.admission import check_admissible
+from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import Outbox
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import DataCounted
 from skein.protocol.log.row_choices import choices_in_force
 from skein.protocol.messages.coresets import MOST_PICKS, MOST_ROWS
+from skein.units import format_bytes
 
 
 def count_data(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: float) -> str | None:
@@ -43,6 +49,23 @@ def count_data(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: 
     except UserError as error:
         return f"budget.epochs: {job.spec.budget.epochs:g}: {error}"
     return None
+
+
+def room_doubt(job: JobHistory, plan: Plan, num_train_samples: int) -> str | None:
+    """Reason why rows cannot be compared where the plan's evaluation paths end; None: they can.
+
+    Args:
+        job: before its first step.
+    """
+    spec, ends = job.spec.data.coreset, [path.end.worker for path in plan.evaluation_paths]
+    if not spec.follows_model or not ends:
+        return None
+    num_models = 1 if spec.is_shared else max(1, len(job.spec.rows))
+    num_rows = ceil(num_train_samples * max(Counter(ends).values()) / len(ends))
+    num_bytes = num_models * feature_bytes(job.spec.model, spec, num_rows)
+    if num_bytes <= MOST_FEATURE_BYTES:
+        return None
+    return f"{no_room(spec)}: here are {num_rows} rows, {format_bytes(num_bytes)}"
 
 
 def _count(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: float) -> DataCounted:
