@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from safetensors.numpy import load_file
 
 from client.api import Client, Job
@@ -28,6 +29,27 @@ sweep:
   space:
     optimizer.learning_rate: {log_uniform: [1.0e-4, 1.0]}
 """
+
+CHOSEN = """
+name: parts
+model: {family: mlp, widths: [32]}
+data:
+  sources: [{format: digits}]
+  coreset: {method: craig, fraction: 0.1, refresh_epochs: 4, max_overhead: 1000}
+batch: {samples: 32, microbatch_samples: 32}
+parallel: {stages: 1}
+precision: fp64
+budget: {steps: 66}
+evaluation: {samples: 160}
+sweep:
+  search: grid
+  fuse: always
+  per_array: 2
+  round_steps: 4
+  space:
+    optimizer.learning_rate: [0.001, 0.003, 0.01, 0.03]
+"""
+"""Each trial chooses rows before its first step, and after 22 and 44."""
 
 
 def wait_until_running(job: Job) -> None:
@@ -71,3 +93,40 @@ def test_the_best_of_many_trials_is_found_and_exported_though_a_worker_is_killed
         chosen = next(trial for trial in done.trials if trial.is_best)
         assert (best.trial, chosen.num_steps) == (chosen.trial, 60)
         assert load_file(tmp_path / "best" / "model.safetensors").keys()
+
+
+def wait_until_chosen(job: Job, step: int) -> None:
+    """Until a trial draws by a choice that was made at a step, or after it."""
+    while not (status := job.status()).state.is_final:
+        if any(trial.choice is not None and trial.choice.version >= step for trial in status.trials):
+            return
+    raise AssertionError(f"{job.id} ended before it chose at {step}: {status}")
+
+
+@pytest.mark.long
+def test_trials_choose_and_learn_as_undisturbed_though_workers_and_the_coordinator_are_killed(
+    shared: SharedCluster,
+) -> None:
+    shared.gather(2)
+    with shared.client() as client:
+        calm = client.submit(parse_job(CHOSEN, origin="job")).wait()
+        job = client.submit(parse_job(CHOSEN, origin="job"))
+        wait_until_chosen(job, 0)
+        shared.restart(at_work(client, job))
+        wait_until_chosen(job, 22)
+        shared.kill_coordinator()
+        shared.start_coordinator()
+    with shared.client() as client:
+        job = client.job(job.id)
+        wait_until_chosen(job, 44)
+        shared.restart(at_work(client, job))
+        done = job.wait()
+    assert (calm.state, done.state) == (JobState.FINISHED, JobState.FINISHED), (calm.reason, done.reason)
+    for here, there in zip(done.trials, calm.trials, strict=True):
+        assert (here.num_steps, there.num_steps) == (66, 66)
+        assert here.choice is not None
+        assert there.choice is not None
+        assert here.choice.version == there.choice.version == 44
+        assert here.choice.largest_weight == there.choice.largest_weight
+        assert here.loss == pytest.approx(there.loss, rel=1e-9)
+        assert here.evaluation_loss == pytest.approx(there.evaluation_loss, rel=1e-9)
