@@ -13,7 +13,7 @@ from skein.config.job import JobSpec
 from skein.data.selection import Selection
 from skein.numeric.coreset.budgets import budgets, check_fraction
 from skein.numeric.coreset.room import MOST_FEATURE_BYTES, feature_bytes
-from skein.plan.sweeping.choosing import first_choice, steps_of_passes
+from skein.plan.sweeping.choosing import first_choice, steps_ahead, steps_of_passes
 from skein.units import counted, format_bytes
 
 _FORWARD = 1 / 3
@@ -110,7 +110,7 @@ def _times(job: JobSpec, rows: TrainedRows | None) -> str:
         return f"{first}; {again}"
     num_picks = spec.num_picks(rows.num_rows)
     steps = steps_of_passes(spec.refresh_epochs, num_picks=num_picks, samples=samples) or 0
-    ahead = spec.steps_ahead(steps) if spec.follows_model and job.sweep is None else 0
+    ahead = steps_ahead(job, steps) if spec.follows_model else 0
     beside = f", by the model {counted(ahead, 'step')} before" if ahead else ""
     return f"{first}; {again}, {counted(steps, 'step')}{beside}"
 

@@ -218,7 +218,8 @@ def is_looking(world: World) -> bool:
 def test_choices_are_made_beside_the_last_quarter_of_the_steps_before_them() -> None:
     world = simulate(job_of(BESIDE), 4).world
     assert [(x.version, x.num_steps_beside) for x in chosen_in(world)] == [(0, 0), (8, 2)]
-    assert all(x.num_faults == 0 for x in chosen_in(world))
+    # These two do not leave time for all of it: training stands still for the rest.
+    assert all(x.num_faults == 0 and x.seconds > 0.0 for x in chosen_in(world))
 
 
 def seldom(text: str, *, every: int = 0) -> JobSpec:
@@ -234,10 +235,10 @@ def test_where_workers_are_idle_for_long_enough_nobody_stands_still() -> None:
     assert first.seconds > 0.0
 
 
-def test_where_they_never_are_what_is_wanting_is_done_before_the_step() -> None:
+def test_one_worker_is_never_idle_and_chooses_by_the_newest_parameters() -> None:
     world = simulate(shape_of("line 1x1 beside").job(steps=50, every=0), 1).world
-    assert [(x.version, x.num_steps_beside) for x in chosen_in(world)] == [(0, 0), (15, 3), (30, 3), (45, 3)]
-    assert all(x.seconds > 0.0 for x in chosen_in(world))
+    assert [x.version for x in chosen_in(world)] == [0, 15, 30, 45]
+    assert all(x.num_steps_beside == 0 and x.seconds > 0.0 for x in chosen_in(world))
 
 
 def has_picked(world: World) -> bool:

@@ -44,7 +44,8 @@ class CoresetSpec(Spec):
     not retired. A single choice takes as little time as one trial's, and is nobody else's own."""
     beside: bool = True
     """Whether the next choice is made while steps go on, in time that the plan leaves workers idle: of parameters as
-    they are when the last quarter of the steps before it begins. Say false on workers that are never idle."""
+    they are when the last quarter of the steps before it begins. A job of one worker leaves nobody idle, and chooses by
+    the newest. Say false where the newest parameters are worth the time."""
     max_overhead: Annotated[float, Field(gt=0, le=1_000_000)] = 0.25
     """Seconds of a choice, as a share of those of the training since the one before, above which choices come half as
     often from then on. Raise it if every choice is worth its time."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from skein.config.data.coreset import ChoiceShare, CoresetSpec
+from skein.config.job import JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,15 @@ def steps_of_passes(passes: int, *, num_picks: int, samples: int) -> int | None:
     (8, None)
     """
     return ceil(passes * num_picks / samples) if passes else None
+
+
+def steps_ahead(job: JobSpec, interval: int) -> int:
+    """Steps before a choice is due at which rows are looked at for it, the last choice being `interval` steps ago.
+
+    A job of one worker, as an array is, leaves nobody idle: its rows are looked at when the choice is due.
+    """
+    is_lone = job.parallel.stages == job.parallel.replicas == 1
+    return 0 if is_lone else job.data.coreset.steps_ahead(interval)
 
 
 def asked_rows(share: ChoiceShare, rows: Sequence[RowPlace]) -> tuple[int, ...]:

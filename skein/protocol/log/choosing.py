@@ -11,6 +11,7 @@ from skein.plan.sweeping.choosing import (
     drawing_rows,
     first_choice,
     rounds_until_due,
+    steps_ahead,
     steps_of_passes,
 )
 from skein.protocol.log.history import JobHistory
@@ -29,16 +30,12 @@ class RowLook:
 
 
 def next_look(job: JobHistory) -> RowLook | None:
-    """The look for the next choice; None: no choice is made any more.
-
-    Rounds of an array leave nobody idle, so its rows are looked at when a choice is due.
-    """
+    """The look for the next choice; None: no choice is made any more."""
     due = choice_due_at(job)
     if due is None:
         return None
     since = job.chosen[-1].version if job.chosen else Step(0)
-    lead = 0 if isinstance(job.spec, ArrayJob) else job.spec.data.coreset.steps_ahead(due - since)
-    return RowLook(version=Step(due - lead), due=due)
+    return RowLook(version=Step(due - steps_ahead(job.spec, due - since)), due=due)
 
 
 def choice_due_at(job: JobHistory) -> Step | None:
