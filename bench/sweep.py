@@ -32,6 +32,7 @@ from bench.sweeping.trials import (
     MLP,
     NUM_STEPS,
     OPTIMIZERS,
+    WIDE,
     Case,
     Separate,
     settings_of,
@@ -50,6 +51,8 @@ EQUAL_LOSS, EQUAL_PARAMETER, HEALTHY_LOSS = 1e-10, 1e-7, 1e-12
 EQUAL_LOSS_FP32 = 1e-3
 NUM_WARM = 4
 """Turns at the start that are not counted."""
+AUTO_STEPS, AUTO_SHARE = 400, 0.95
+"""Steps of each row under `fuse: auto`, and least share of the loop's pace that they are to have."""
 GOALS = ((MLP, 8, 1.6), (MLP, 16, 2.0), (CNN, 8, 1.5), (DECODER, 8, 1.5))
 
 
@@ -127,18 +130,41 @@ def speed_rows(num_turns: int) -> Iterator[Row]:
     """Whole steps of an array beside those of the best loop; and what the choice makes of a large model."""
     for case, num_rows, goal in GOALS:
         yield _speed(case, num_rows, goal, num_turns)
-    stages = [LARGE.stage(seed, Precision.FP32) for seed in range(8)]
-    array = RowArray.of(stages, [settings_of(AdamWSpec(), 0)] * 8, PassKind.LOOPED)
-    batch = together(LARGE, range(8), 0, torch.float32)
-    choice = choose_pass(stages[0], array.rows, batch, clock=time.process_time)
+    yield from _auto(LARGE, is_declined=True)
+    yield from _auto(WIDE, is_declined=False)
+
+
+def _auto(case: Case, *, is_declined: bool) -> Iterator[Row]:
+    """What `fuse: auto` makes of 8 rows; and their steps, with what it takes to find that out, beside `fuse: never`."""
+    settings = [RowSettings(optimizer=AdamWSpec(), num_steps=10_000)] * 8
+    stages = [case.stage(seed, Precision.FP32) for seed in range(8)]
+    looped = RowArray.of(stages, settings, PassKind.LOOPED)
+    batch = together(case, range(8), 0, torch.float32)
+    began = time.process_time()
+    choice = choose_pass(stages[0], looped.rows, batch, clock=time.process_time)
+    probe_s = time.process_time() - began
     yield Row(
-        what=f"{LARGE.what}, 8 rows: what fused rows would gain, and are declined for",
+        what=f"{case.what}, 8 rows: what fused rows would gain, and are declined for below {MIN_SPEEDUP}",
         value=choice.speedup,
         unit="times as fast",
         against=f"row by row; {choice.words}",
         ratio=choice.speedup,
-        goal=f"takes the loop, < {MIN_SPEEDUP}",
-        holds=choice.kind is PassKind.LOOPED,
+        goal=f"takes the loop, < {MIN_SPEEDUP}" if is_declined else "none",
+        holds=choice.kind is PassKind.LOOPED or not is_declined,
+        spread=0.0,
+    )
+    arrays = [RowArray.of(stages, settings, choice.kind), looped]
+    turns = [[_cpu_s(partial(array.step, [batch])) for array in arrays] for _ in range(NUM_WARM + 5)]
+    auto_s, never_s = (AUTO_STEPS * median(x) for x in zip(*turns[NUM_WARM:], strict=True))
+    ratio = never_s / (auto_s + probe_s)
+    yield Row(
+        what=f"{case.what}, 8 rows: {AUTO_STEPS} steps under `auto`, its probe included, of the median step",
+        value=auto_s + probe_s,
+        unit="s",
+        against=f"fuse: never: {never_s:.3g} s; the probe: {probe_s:.2g} s",
+        ratio=ratio,
+        goal=f"never / auto ≥ {AUTO_SHARE:g}",
+        holds=ratio >= AUTO_SHARE,
         spread=0.0,
     )
 

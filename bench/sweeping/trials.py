@@ -83,6 +83,9 @@ LARGE = Case(
     model=MlpModel(family="mlp", widths=(512, 512), num_features=784),
     num_samples=128,
 )
+WIDE = Case(
+    what="digits_cnn, 16 channels, batch 64", model=DigitsCnnModel(family="digits_cnn"), num_samples=64
+)
 OPTIMIZERS: tuple[OptimizerSpec, ...] = (AdamWSpec(), SgdSpec(name="sgd"), LambSpec(name="lamb"))
 
 
