@@ -47,12 +47,25 @@ class TrialNews:
         """Lines to tell."""
         new = [x for x in status.trials if x.state is JobState.FAILED and x.trial not in self._told]
         self._told.update(trial.trial for trial in new)
-        lines = [f"trial {trial.trial} is retired: {trial.reason}" for trial in new]
+        by_reason: dict[str, list[int]] = {}
+        for trial in new:
+            by_reason.setdefault(trial.reason, []).append(trial.trial)
+        lines = [f"{_are(trials)} retired: {reason}" for reason, trials in by_reason.items()]
         # A failure is told as an error instead.
         if status.state not in (self._state, JobState.FAILED):
             lines.append(f"{status.state}: {status.reason}" if status.reason else str(status.state))
         self._state = status.state
         return lines
+
+
+def _are(trials: list[int]) -> str:
+    """Trials and a verb.
+
+    >>> _are([3]), _are([0, 2])
+    ('trial 3 is', 'trials 0, 2 are')
+    """
+    named = ", ".join(map(str, trials))
+    return f"trial {named} is" if len(trials) == 1 else f"trials {named} are"
 
 
 class SweepLines:

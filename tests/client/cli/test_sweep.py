@@ -110,8 +110,8 @@ def test_waiting_for_a_sweep_tells_of_steps_and_of_trials_that_are_retired() -> 
             of_trials(good, good, state=JobState.PENDING, step=0),
             of_trials(good, good),
             of_trials(good, bad, step=20),
-            of_trials(good, bad, step=30),
-            of_trials(JobState.FINISHED, bad, state=JobState.FINISHED, step=40),
+            of_trials(bad, bad, bad, step=30),
+            of_trials(bad, bad, bad, state=JobState.FINISHED, step=40),
         ]
     )
     text, now = StringIO(), [0.0]
@@ -127,8 +127,9 @@ def test_waiting_for_a_sweep_tells_of_steps_and_of_trials_that_are_retired() -> 
         "running: 2 trials: so many trained",
         "trial 1 is retired: loss not finite",
         "step 30/100  best 2.5  1.23k/s  eta 0:35",
+        "trials 0, 2 are retired: loss not finite",
         "step 40/100  best 2.5  1.23k/s  eta 0:30",
-        "finished: 2 trials: so many trained",
+        "finished: 3 trials: so many trained",
     ]
 
 
