@@ -4,11 +4,14 @@ from skein.config.job import BatchSpec, EvaluationSpec, JobSpec
 from skein.config.sweep.arrays import array_job
 from skein.config.sweep.rows import ArrayRow, ArraySpec
 from skein.protocol.coordinator.coordinator_io import Log, Outbox
+from skein.protocol.coordinator.runs.ending import Ending, Stop
 from skein.protocol.coordinator.runs.steps.evaluation import Evaluation
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import History, JobHistory
-from skein.types import JobId, Step
+from skein.protocol.log.records import HaltAsked
+from skein.types import JobId, JobState, Step
 from tests.support.jobs import small_job
+from tests.support.row_choices import RowsBench, array
 
 
 def evaluation(spec: JobSpec | None = None) -> tuple[Evaluation, Outbox]:
@@ -43,3 +46,35 @@ def test_rows_are_evaluated_though_their_batch_is_larger_than_all_validation_sam
     assert not outbox.drain()
     machine._job.version = Step(1)
     assert machine.is_due()
+
+
+def test_what_is_the_last_is_evaluated_whatever_the_period_is() -> None:
+    machine, _ = evaluation()
+    machine.found(small_job().batch.microbatch_samples)
+    machine._job.version = Step(1)
+    assert not machine.is_due()
+    assert machine.is_due(is_last=True)
+
+
+def test_of_an_array_that_ends_with_its_round_rows_that_are_through_are_evaluated() -> None:
+    bench = RowsBench(array("array 3"))
+    last = array("array 3").array.last_step
+    ending = Ending(Members(bench.job, {}, bench.outbox))
+    bench.round(last - 2, last - 1, 1)
+    halt = HaltAsked(job=bench.job.job, state=JobState.FINISHED, reason="others wait", wall_s=1.0)
+    bench.outbox.history.apply(halt)
+    assert ending.due() == Stop(state=JobState.FINISHED, reason="others wait", saves=True)
+    bench.round(last - 1, last, 2)
+    assert ending.due() == Stop(state=JobState.FINISHED, reason="others wait", evaluates=True, saves=True)
+
+
+def test_an_array_ends_once_no_row_of_it_makes_steps_any_more() -> None:
+    bench = RowsBench(array("array 3"))
+    last = array("array 3").array.last_step
+    ending = Ending(Members(bench.job, {}, bench.outbox))
+    bench.round(last, last - 1, 1, retired=(2,))
+    assert ending.due() is None
+    bench.round(last, last - 1, 1, retired=(1, 2))
+    stop = ending.due()
+    assert isinstance(stop, Stop)
+    assert stop.evaluates

@@ -96,7 +96,7 @@ class Boundary:
         stop, change = parts.ending.due(), self._change_wanted()
         if isinstance(stop, Rewind):
             self._fence.failed(IncidentKind.DIVERGED, None, stop.reason, now=now)
-        elif is_due and (stop is None or stop.evaluates):
+        elif is_due if stop is None else stop.evaluates and parts.evaluation.is_due(is_last=True):
             self._course.evaluate(Phase.EVALUATE)
             parts.evaluation.begin()
         elif stop is not None and not (stop.saves and parts.savings.is_behind()):

@@ -63,10 +63,12 @@ def divergence_text(job: JobHistory, diverged: Diverged) -> str:
 
 def _has_no_row_left(job: JobHistory) -> bool:
     """Whether no row of an array makes steps any more."""
-    spec = job.spec
-    if not isinstance(spec, ArrayJob) or job.last_commit is None:
-        return False
-    return all(row.retired or row.num_updates >= spec.array.last_step for row in job.last_commit.rows)
+    return bool(job.places) and not any(place.is_going for place in job.places)
+
+
+def _has_row_through(job: JobHistory) -> bool:
+    """Whether a row of an array has made all of its steps."""
+    return isinstance(job.spec, ArrayJob) and any(x.count >= job.spec.array.last_step for x in job.places)
 
 
 class Ending(RunPart):
@@ -102,7 +104,9 @@ class Ending(RunPart):
         if job.halt is not None:
             # Of what has diverged nobody wants the newest, unless the job says so.
             saves = job.diverged is None or job.spec.on_divergence == "ignore"
-            return Stop(state=job.halt.state, reason=job.halt.reason, saves=saves)
+            # Rows that are through go on nowhere: what they have come to is told here, or never.
+            evaluates = job.ends_with_round and _has_row_through(job)
+            return Stop(state=job.halt.state, reason=job.halt.reason, evaluates=evaluates, saves=saves)
         rewind = rewind_of(job)
         if rewind is not None:
             return rewind

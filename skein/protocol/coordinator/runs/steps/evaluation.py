@@ -30,13 +30,13 @@ class Evaluation(RunPart):
                 f"one microbatch of {wanted}; raise data.validation_ratio or evaluation.samples"
             )
 
-    def is_due(self) -> bool:
-        """Whether the job's version is to be evaluated and was not."""
+    def is_due(self, *, is_last: bool = False) -> bool:
+        """Whether the job's version is to be evaluated and was not; `is_last`: none comes after it, for some reason."""
         spec, version, last = self._job.spec, self._job.version, self._job.last_evaluation
         if (last is not None and last.version == version) or not self._available():
             return False
         every = spec.evaluation.every_steps
-        return version >= self._job.total_steps or (bool(every) and version % every == 0)
+        return is_last or version >= self._job.total_steps or (bool(every) and version % every == 0)
 
     def begin(self) -> None:
         """Have the job's version evaluated."""
