@@ -22,7 +22,7 @@ from skein.protocol.log.history import History
 from skein.protocol.log.records import JobSubmitted
 from skein.sim.scenario import LIMIT_S, curve_of, make_world, with_arrays
 from skein.sim.world import World
-from skein.types import JobId, JobState
+from skein.types import JobId, JobState, WorkerId
 from tests.support.jobs import small_job
 from tests.support.worlds import finish, fleet_of, of_kind, run_events, run_until, undisturbed
 
@@ -133,6 +133,18 @@ def test_arrays_have_no_more_rows_than_a_worker_has_memory_for(
     assert any("no worker has memory for more" in line for line in world.lines)
     assert world.coordinator is not None
     assert reason in world.coordinator.view.reason_of(SWEEP)
+
+
+def test_a_worker_that_has_no_memory_for_any_row_parts_no_array() -> None:
+    world = make_world(sweep("auto"), fleet_of(1), seed=0, new_world=with_arrays(World))
+    other = next(iter(world.workers.values())).machine.identity
+    world.add_worker(
+        WorkerId("tiny"), other.site, flops_per_s=other.profile.flops_per_s, memory_bytes=2 << 20
+    )
+    finish(world, about="tiny")
+    check(world)
+    arrays = [x for x in of_kind(world.log, JobSubmitted) if x.sweep == SWEEP]
+    assert [array.trials for array in arrays] == [tuple(range(len(RATES)))]
 
 
 def test_no_more_arrays_wait_than_workers_could_take() -> None:

@@ -71,7 +71,7 @@ class Coordinator:
         self._quotas = quotas
         self._outbox = io.Outbox(self.history, key=key)
         self._scheduler = Scheduler(self.membership.live, self._outbox, self._begin, quotas)
-        self._sweeps = Sweeps(self.membership.live, self._scheduler.runs, self._scheduler.spare, self._outbox)
+        self._sweeps = Sweeps(self.membership.live, self._scheduler, self._outbox)
         self._remeasuring = Remeasuring()
         self._pacing = Pacing()
         self._relaying = Relaying(self.membership.live, self._outbox.to_probe)

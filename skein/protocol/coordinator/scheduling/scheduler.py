@@ -76,12 +76,19 @@ class Scheduler:
 
     def spare(self, job: JobHistory) -> int:
         """Workers that nobody has or waits for and a job may be given; below 0: those that are lacking."""
-        owners = {worker: self.run_of(worker) for worker, entry in self._live.items() if not entry.is_leaving}
-        num_free = sum(run is None or run.has_ended for run in owners.values())
+        owners = [self.run_of(worker) for worker in self.usable(job)]
+        num_free = sum(run is None or run.has_ended for run in owners)
         waiting = [x for x in self._pending() if x.job not in self.runs or not self._crews.of(x.job)]
         # Whoever waits takes of its namespace's quota too.
         num_own = sum(other.namespace == job.namespace for other in waiting)
         return int(min(num_free - len(waiting), self._room(job) - num_own))
+
+    def usable(self, sweep: JobHistory) -> list[WorkerId]:
+        """Workers that may have arrays of a sweep, and have memory for a row at least."""
+        may_use = self._may_use(sweep.job, sweep.spec)
+        return [
+            worker for worker in sorted(may_use) if self._fitting.lacks(sweep, frozenset({worker})) is None
+        ]
 
     def deadline(self) -> float | None:
         """Time at which `look` is wanted next; None: it is not."""

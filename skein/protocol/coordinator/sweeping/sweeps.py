@@ -9,7 +9,7 @@ Rules of this file
 - A sweep has no run. It ends, or is held, when all its arrays have.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 
 from skein.config.job import ArrayJob, JobSpec
@@ -25,6 +25,7 @@ from skein.protocol.coordinator.coordinator_io import CancelAsked, Outbox, Pause
 from skein.protocol.coordinator.quotas import QuotaUses
 from skein.protocol.coordinator.runs.phase import GatherPhase
 from skein.protocol.coordinator.runs.run import Run
+from skein.protocol.coordinator.scheduling.scheduler import Scheduler
 from skein.protocol.coordinator.sweeping.anew import chosen_anew
 from skein.protocol.coordinator.sweeping.deciding import SweepCourse, course_of, progress_words
 from skein.protocol.coordinator.sweeping.measured import is_off, measured_bytes, measured_row_s
@@ -50,21 +51,14 @@ class Sweeps:
 
     Args:
         live: its workers.
-        runs: of all jobs.
-        spare: workers that nobody has or waits for and a job may be given; below 0: those that are lacking.
+        scheduler: knows the runs of all jobs, and which workers are whose.
         outbox: for what is decided.
     """
 
-    def __init__(
-        self,
-        live: Mapping[WorkerId, Entry],
-        runs: Mapping[JobId, Run],
-        spare: Callable[[JobHistory], int],
-        outbox: Outbox,
-    ) -> None:
+    def __init__(self, live: Mapping[WorkerId, Entry], scheduler: Scheduler, outbox: Outbox) -> None:
         self._live = live
-        self._runs = runs
-        self._spare = spare
+        self._scheduler = scheduler
+        self._runs: Mapping[JobId, Run] = scheduler.runs
         self._out = outbox
         self._seen = (-1, -1)
         self._settles_at: float | None = None
@@ -105,7 +99,7 @@ class Sweeps:
         if active and (is_settling or self._waits_for_rounds(active)):
             return
         course = course_of(sweep, self._out.history)
-        num_wanted = len(self._live) + _NUM_AHEAD - len(active)
+        num_wanted = len(self._workers(sweep)) + _NUM_AHEAD - len(active)
         if course.due and is_settling:
             return  # Rows are shared out among all who are here.
         if self._pack_anew(sweep, active, course, now=now):
@@ -132,7 +126,7 @@ class Sweeps:
             active,
             [array.job for array in active if self._waits(array.job)],
             course,
-            num_spare=self._spare(sweep),
+            num_spare=self._scheduler.spare(sweep),
             most_rows=asked_of(sweep).most_rows,
         )
         if not chosen and asked_of(sweep).round_steps is None:
@@ -155,8 +149,8 @@ class Sweeps:
             least = stand.num_steps_saved if stand.trial.job.data.coreset.is_shared else 0
             by_end.setdefault((advance.num_steps, least), []).append(stand)
         # Whoever has something to do keeps it.
-        num_spare = self._spare(sweep)
-        num_workers = num_spare if num_spare > 0 else len(self._live)
+        num_spare = self._scheduler.spare(sweep)
+        num_workers = num_spare if num_spare > 0 else len(self._workers(sweep))
         for (last_step, _), stands in sorted(by_end.items(), reverse=True):
             share = ceil(num_workers * len(stands) / len(course.due))
             stands.sort(key=lambda stand: -stand.num_steps_saved)
@@ -176,6 +170,10 @@ class Sweeps:
         """Arrays that have not come to rest."""
         arrays = (self._out.history.jobs[job] for job in sweep.arrays)
         return [array for array in arrays if not array.is_at_rest]
+
+    def _workers(self, sweep: JobHistory) -> list[Entry]:
+        """Workers that arrays are made for: those that may have one, or all where none may, and arrays say why."""
+        return [self._live[worker] for worker in self._scheduler.usable(sweep)] or list(self._live.values())
 
     def _begin(self, sweep: JobHistory, stands: Sequence[TrialStand], last_step: int, *, now: float) -> None:
         """Begin an array of these trials, or of the first of them if no worker has memory for all."""
@@ -223,14 +221,14 @@ class Sweeps:
         """Steps of a round of these trials, by what rows like them have taken, if they were measured."""
         trial = stands[0].trial
         measured = measured_row_s(sweep, parting(trial), self._out.history)
-        speeds = [entry.hello.profile.flops_per_s for entry in self._live.values()]
+        speeds = [entry.hello.profile.flops_per_s for entry in self._workers(sweep)]
         row_s = measured or row_seconds(trial.job, flops_per_s=max(speeds))
         steps = round_steps(trial.job, num_rows=len(stands), num_steps=num_steps, row_s=row_s)
         return steps if measured else min(steps, unmeasured_steps(num_steps))
 
     def _fits(self, sweep: JobHistory, stand: TrialStand, spec: JobSpec) -> bool:
         """Whether the roomiest worker has memory for an array, as reckoned and as rows like its were measured."""
-        workers = (entry.fleet_worker for entry in self._live.values())
+        workers = (entry.fleet_worker for entry in self._workers(sweep))
         roomiest = max(workers, key=lambda x: x.profile.memory_bytes)
         made = make_balanced_plan(spec, Fleet(workers=(roomiest,), links=()), None, 0)
         if isinstance(made, Infeasible) or not isinstance(spec, ArrayJob):
