@@ -92,7 +92,12 @@ def start_local(temp_dir: Path, *, num_cpus: int, object_store_bytes: int) -> Cl
             _temp_dir=str(temp_dir),
             _node_ip_address="127.0.0.1",
         )
-    except (RayError, RuntimeError, OSError, ValueError) as error:
+    except Exception as error:
+        # That a process of its own took too long Ray tells by an Exception that is nothing else.
+        if type(error) is not Exception and not isinstance(
+            error, (RayError, RuntimeError, OSError, ValueError)
+        ):
+            raise
         raise LocalError(f"Ray does not start: {_one_line(error)}; its own log is in {temp_dir}") from error
     return Cluster([child for child in psutil.Process().children() if child.name() in _VITAL])
 

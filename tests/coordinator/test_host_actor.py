@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError
 
 from coordinator.host import cluster
 from coordinator.host.actor import HostOptions
-from coordinator.host.cluster import ANSWER_S, Cluster, HostActor, require_closed
+from coordinator.host.cluster import ANSWER_S, Cluster, HostActor, require_closed, start_local
 from coordinator.serving import Serves, ServingOptions
 from skein.errors import LocalError, UserError
 from skein.types import Epoch
@@ -73,6 +73,10 @@ class FakeRay:
         return answer.value
 
     def shutdown(self) -> None:
+        assert self.error is not None
+        raise self.error
+
+    def init(self, **_options: object) -> None:
         assert self.error is not None
         raise self.error
 
@@ -158,3 +162,12 @@ def test_a_ray_at_a_public_address_is_told_of(caplog: pytest.LogCaptureFixture) 
     assert not caplog.messages
     require_closed("b:1", "8.8.8.8", "token")
     assert ["b:1 is a public address" in text for text in caplog.messages] == [True]
+
+
+def test_a_ray_that_does_not_come_up_in_time_is_one_line(fake: FakeRay, tmp_path: Path) -> None:
+    fake.error = Exception("The current node timed out during startup.")
+    with pytest.raises(LocalError, match=r"Ray does not start: The current node timed out .*; its own log"):
+        start_local(tmp_path, num_cpus=2, object_store_bytes=80 << 20)
+    fake.error = KeyError("of ours")
+    with pytest.raises(KeyError):
+        start_local(tmp_path, num_cpus=2, object_store_bytes=80 << 20)
