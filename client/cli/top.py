@@ -15,6 +15,7 @@ from client.cli.job.curve import LINES_S, REFRESH_S, wait_for_look
 from client.cli.options import connect_client, remote_command
 from client.cli.show import JOB_COLUMNS, WORKER_COLUMNS, job_row, print_json, worker_row
 from skein.types import JobState
+from skein.units import counted
 from skein.wire.views import JobStatus, WorkerState, WorkerStatus
 
 NUM_ENDED = 5
@@ -25,7 +26,7 @@ NUM_ENDED = 5
 @click.option("--once", is_flag=True, help="Show everything once, as it is now, and end.")
 def top(*, once: bool, is_json: bool) -> int:
     """Show jobs, queue and workers, again and again, until Ctrl-C. With --json a look is a line."""
-    # Rows are never cut where nobody looks at a screen.
+    # Where nobody looks at a screen there is room for all but a long story.
     console = Console() if sys.stdout.isatty() else Console(width=200)
     try:
         with connect_client() as client:
@@ -66,8 +67,8 @@ def overview(jobs: Sequence[JobStatus], workers: Sequence[WorkerStatus]) -> Grou
     here = [worker for worker in workers if worker.state is not WorkerState.LOST]
     idle = sum(worker.state is WorkerState.IDLE for worker in here)
     line = (
-        f"{len(going) - waiting - held} jobs at work, {waiting} waiting, {held} held; "
-        f"{len(here)} workers, {idle} idle, {len(workers) - len(here)} lost"
+        f"{counted(len(going) - waiting - held, 'job')} at work, {waiting} waiting, {held} held; "
+        f"{counted(len(here), 'worker')}, {idle} idle, {len(workers) - len(here)} lost"
     )
     return Group(
         Text(line),
@@ -79,8 +80,14 @@ def overview(jobs: Sequence[JobStatus], workers: Sequence[WorkerStatus]) -> Grou
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, no_wrap=True, overflow="ellipsis")
+        # Where a line is too long it is the last cell that is cut: why a job waits may be a long story.
+        table.add_column(column, no_wrap=column != columns[-1])
     for row in rows:
-        # Names are the submitter's choice: text, and no markup or codes that a terminal obeys.
-        table.add_row(*(Text("".join(sign if sign.isprintable() else "?" for sign in cell)) for cell in row))
+        table.add_row(*map(_cell, row))
     return table
+
+
+def _cell(text: str) -> Text:
+    """A cell of one line. Names are the submitter's choice: text, and no markup or codes that a terminal obeys."""
+    shown = "".join(sign if sign.isprintable() else "?" for sign in text)
+    return Text(shown, no_wrap=True, overflow="ellipsis")

@@ -69,8 +69,11 @@ def test_more_trials_or_keys_leave_draws_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("seed: 3", "sweep.space: none, or trials beside it: give either space or trials"),
-        ("{space: {seed: [1]}, trials: [{seed: 1}]}", "give either space or trials"),
+        ("seed: 3", "sweep.space: empty: give keys and their values to try, or trials"),
+        (
+            "{space: {seed: [1]}, trials: [{seed: 1}]}",
+            "sweep.space: beside trials: give either space or trials",
+        ),
         ("space: {seed: 3}", "sweep.space.seed.values: 3: give a list of values, uniform or log_uniform"),
         ("space: {seed: []}", "sweep.space.seed.values: (): give a list of 1 to 1024"),
         ("space: {seed: [2, 2]}", "sweep.space.seed.values: [2, 2]: give each value once"),
@@ -86,7 +89,7 @@ def test_more_trials_or_keys_leave_draws_as_they_are() -> None:
         ),
         (
             "{search: random, num_trials: 2, space: {optimizer.eps: {log_uniform: [0, 1]}}}",
-            "log_uniform: [0.0, 1.0]: give the lower bound first, then a higher one, above 0",
+            "log_uniform: [0.0, 1.0]: give bounds above 0: only those have logarithms",
         ),
     ],
 )

@@ -5,9 +5,10 @@ import json
 import click
 
 from client.cli.options import connect_client, remote_command
-from client.cli.show import factor, number, print_listed, steps_text
+from client.cli.show import number, print_listed, steps_text
 from skein.config.job import ArrayJob, read_spec
 from skein.errors import UserError
+from skein.protocol.messages.array_rounds import PassKind
 from skein.wire.views import ChoiceStatus, TrialStatus
 
 COLUMNS = ("TRIAL", "STATE", "STEP", "LOSS", "VALIDATION", "WORKER", "ARRAY", "PASS", "SETTINGS", "REASON")
@@ -58,13 +59,24 @@ def pass_text(status: TrialStatus) -> str:
     """Way of a trial through its model, and how much faster than one after the other that is.
 
     >>> from skein.types import JobState
+    >>> from skein.protocol.messages.array_rounds import PassKind
     >>> alone = dict(trial=0, settings="{}", state=JobState.RUNNING, reason="", num_steps=1, num_steps_wanted=2)
     >>> pass_text(TrialStatus(**alone, loss=0.5, evaluation_loss=None))
     'alone'
+    >>> rows = dict(alone, loss=0.5, evaluation_loss=None)
+    >>> pass_text(TrialStatus(**rows, pass_kind=PassKind.FUSED, speedup=2.371))
+    'fused, 2.37 times'
+    >>> pass_text(TrialStatus(**rows, pass_kind=PassKind.LOOPED, speedup=0.265))
+    'looped (together 0.265 times)'
     """
     if status.pass_kind is None:
         return _NONE if status.loss is None else "alone"
-    return status.pass_kind if status.speedup is None else f"{status.pass_kind}, {factor(status.speedup)}"
+    # Exactly 1: there is no other way to compare with.
+    if status.speedup is None or status.speedup == 1:
+        return status.pass_kind
+    times = f"{status.speedup:.3g} times"
+    is_in_turn = status.pass_kind is PassKind.LOOPED
+    return f"{status.pass_kind} (together {times})" if is_in_turn else f"{status.pass_kind}, {times}"
 
 
 def chosen_text(choice: ChoiceStatus | None) -> str:

@@ -55,10 +55,11 @@ class ValuesSpec(Spec):
                 raise UserError("values", list(self.values), "give each value once")
             return self
         low, high = self.bounds
-        if low >= high or (self.log_uniform is not None and low <= 0):
-            field = "uniform" if self.log_uniform is None else "log_uniform"
-            lowest = "" if self.log_uniform is None else ", above 0"
-            raise UserError(field, [low, high], f"give the lower bound first, then a higher one{lowest}")
+        field = "uniform" if self.log_uniform is None else "log_uniform"
+        if low >= high:
+            raise UserError(field, [low, high], "give the lower bound first, then a higher one")
+        if self.log_uniform is not None and low <= 0:
+            raise UserError(field, [low, high], "give bounds above 0: only those have logarithms")
         if isinf(high - low):
             raise UserError("uniform", [low, high], "give bounds less far apart")
         return self
@@ -110,8 +111,10 @@ class SweepSpec(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> "SweepSpec":
-        if bool(self.space) == bool(self.trials):
-            raise UserError("space", Words("none, or trials beside it"), "give either space or trials")
+        if not self.space and not self.trials:
+            raise UserError("space", Words("empty"), "give keys and their values to try, or trials")
+        if self.space and self.trials:
+            raise UserError("space", Words("beside trials"), "give either space or trials")
         for key, values in self.space.items():
             if values.values is None and self.search == "grid":
                 hint = "a grid has no drawn values: give a list of them, or search: random"

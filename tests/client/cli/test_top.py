@@ -23,10 +23,20 @@ def test_top_shows_jobs_and_workers_with_what_the_queue_waits_for(
     coordinator.script.workers.append(worker("w2", state=WorkerState.IDLE))
     assert run(["top", "--once"]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert told[0] == "1 jobs at work, 1 waiting, 0 held; 2 workers, 1 idle, 0 lost"
+    assert told[0] == "1 job at work, 1 waiting, 0 held; 2 workers, 1 idle, 0 lost"
     assert told[2].startswith("waits-2")
     assert "needs 4 workers, 1 is free" in told[2]
     assert [line.split()[0] for line in told[-2:]] == ["w1", "w2"]
+
+
+def test_a_long_story_cuts_itself_and_no_other_column(coordinator: Scripted, capsys: Captured) -> None:
+    story = "no trial could be trained; " + "stage 0 needs more memory than any worker has; " * 9
+    coordinator.script.jobs["waits-2"] = replace(status("waits-2", state=JobState.PENDING), reason=story)
+    assert run(["top", "--once"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[2].split()[:4] == ["waits-2", "first-job", "pending", "2/3"]
+    assert told[2].rstrip().endswith("…")
+    assert "no trial could be trained" in told[2]
 
 
 def test_top_gives_programs_what_lists_of_jobs_and_workers_give(
