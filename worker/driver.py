@@ -244,7 +244,7 @@ class WorkerDriver:
 
     def _on_compute(self, told: Callable[[], None]) -> None:
         """On torch's thread: after ops that were asked for before, and before any later one."""
-        self._executor.call(told)
+        self._executor.tell(told)
 
     def _forget_job(self) -> None:
         # The machine has not heard yet that the op has ended: who awaits the checkpoint may lack this alone.
@@ -254,7 +254,7 @@ class WorkerDriver:
         self._desk.forget()
         self._builder.forget()
         self._copies.forget()
-        self._executor.call(self._executor.compute.forget)
+        self._executor.tell(self._executor.compute.forget)
 
     # --- what takes time ---
 

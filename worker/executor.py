@@ -96,6 +96,10 @@ class Executor:
         self._jobs.put(lambda: _fulfil(future, function))
         return future
 
+    def tell(self, function: Callable[[], None]) -> None:
+        """Queue what nobody waits for; what goes wrong with it is logged."""
+        self._jobs.put(lambda: _heed(function))
+
     def _serve(self) -> None:
         # OpenMP keeps the number of threads per calling thread.
         threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -149,6 +153,13 @@ def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
         future.set_result(function())
     except BaseException as error:  # noqa: BLE001 - whoever asked gets it
         future.set_exception(error)
+
+
+def _heed(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except Exception:  # noqa: BLE001 - the outermost loop of this thread: records, and works on
+        _log.error("what nobody waits for failed", exc_info=True)
 
 
 def one_line(error: BaseException) -> str:

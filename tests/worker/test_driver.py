@@ -71,7 +71,7 @@ async def driven(
             asyncio.get_running_loop().call_soon(inbox.post, TimePassed())
         on_ran(Ran(op=op, done=op_done.pop(), seconds=1.0))
 
-    executor = SimpleNamespace(compute=nothing, call=lambda function: function(), run=run)
+    executor = SimpleNamespace(compute=nothing, tell=lambda function: function(), run=run)
     async with asyncio.TaskGroup() as group:
         driver = WorkerDriver(
             cast(Worker, machine),

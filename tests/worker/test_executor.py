@@ -406,6 +406,19 @@ def test_what_was_called_on_the_thread_raises_where_it_was_asked_for() -> None:
     executor.stop()
 
 
+def test_what_fails_on_the_thread_with_nobody_waiting_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    executor = Executor(Compute(CPU))
+    executor.start()
+
+    def refuse() -> None:
+        raise MemoryError("no room for a copy")
+
+    executor.tell(refuse)
+    assert executor.call(lambda: 7).result(timeout=120) == 7
+    assert "no room for a copy" in caplog.text
+    executor.stop()
+
+
 # --- what is held ---
 
 

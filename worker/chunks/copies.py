@@ -78,7 +78,7 @@ class ChunkCopies:
         self._job = None
         self._num_forgotten += 1
         self._shelf.clear()
-        self._executor.call(self._snapshots.clear)
+        self._executor.tell(self._snapshots.clear)
 
     # --- snapshots of chunks that are held here ---
 
@@ -89,16 +89,16 @@ class ChunkCopies:
 
     def adopt(self, generation: Generation) -> None:
         """A new generation has begun."""
-        self._executor.call(partial(self._snapshots.adopt, generation))
+        self._executor.tell(partial(self._snapshots.adopt, generation))
         self._complete()
 
     def _complete(self) -> None:
-        self._executor.call(partial(self._complete_snapshots, self._num_forgotten))
+        self._executor.tell(partial(self._complete_snapshots, self._num_forgotten))
 
     def _complete_snapshots(self, num_forgotten: int) -> None:
         """On the torch thread: one piece, and the next behind what else is waiting there."""
         if self._snapshots.copy_some():
-            self._executor.call(partial(self._complete_snapshots, num_forgotten))
+            self._executor.tell(partial(self._complete_snapshots, num_forgotten))
         else:
             self._loop.call_soon_threadsafe(self._tell_snapshots, num_forgotten, self._snapshots.held())
 
@@ -199,5 +199,5 @@ class ChunkCopies:
             copy.halt()
         above = command.above
         if above is not None:
-            self._executor.call(partial(self._snapshots.drop_above, above))
+            self._executor.tell(partial(self._snapshots.drop_above, above))
             self._complete()
