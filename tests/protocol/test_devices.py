@@ -35,6 +35,13 @@ def test_what_is_of_no_kind_says_nothing_of_the_next() -> None:
     assert patience.bound_s(None) == WARMING_S
 
 
+def test_what_goes_along_the_first_time_may_take_longer() -> None:
+    patience = DevicePatience()
+    assert patience.bound_s("load", num_bytes=10**11) == WARMING_S + 1000
+    patience.took("load", 200.0)
+    assert patience.bound_s("load", num_bytes=10**11) == 400.0
+
+
 @pytest.mark.parametrize(
     ("codes", "blamed", "at", "why"),
     [

@@ -80,7 +80,7 @@ class ArrivingGradients:
         return self._tensor
 
 
-class _Collectives(Protocol):
+class GroupBackend(Protocol):
     """A backend of torch's, with functions that its stubs do not tell."""
 
     def allreduce(self, tensors: list[Tensor]) -> Work: ...
@@ -101,7 +101,7 @@ class _Collectives(Protocol):
 class DeviceGroup:
     """Devices that sum tensors and gather them; all ask for the same in the same order. `traffic` counts that."""
 
-    def __init__(self, backend: _Collectives, index: int, size: int, traffic: CollectiveCount) -> None:
+    def __init__(self, backend: GroupBackend, index: int, size: int, traffic: CollectiveCount) -> None:
         self._backend = backend
         self._traffic = traffic
         self.index = index
@@ -121,7 +121,7 @@ class DeviceGroup:
     ) -> Self:
         """The group of so many devices, once all have met in `folder` under this name; nothing there is needed then."""
         store = PrefixStore(f"e{epoch}", FileStore(str(folder / name), size))
-        backend = cast(_Collectives, _BACKENDS[device.type](store, index, size))
+        backend = cast(GroupBackend, _BACKENDS[device.type](store, index, size))
         group = cls(backend, index, size, traffic)
         # Connections are made by the first sum.
         group.sum_in_place(torch.zeros(1, device=device))
@@ -221,6 +221,8 @@ def _broken(what: str) -> Iterator[None]:
     """
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise  # It is a RuntimeError, and this device's own.
     except RuntimeError as error:
         raise SumBrokenError(f"{what} over the devices broke: {error}") from error
 

@@ -208,7 +208,8 @@ class Mesh:
 
     def _exchange(self, asked: Sequence[tuple[Asked, Mapping[str, Tensor]]]) -> Answers:
         kind = asked_kind(asked[0][0])
-        bound_s = self._patience.bound_s(kind)
+        num_bytes = sum(x.nbytes for _, tensors in asked for x in tensors.values())
+        bound_s = self._patience.bound_s(kind, num_bytes=num_bytes)
         self._owed = owed = _Owed(began_s=self._clock(), before_s=self.processes.waited_s())
         try:
             answers = self._answers(asked, owed, lambda: max(0.0, bound_s - self._owed_s(owed)))

@@ -10,17 +10,22 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
 import torch
+from torch.distributed import Work
 
 from tests.worker.mesh.test_stage import job_of, zeroed
 from tests.worker.model.builders import MODELS, NUM_TOKENS, part
 from worker.mesh.frames import DeviceAnswer, DeviceLink, DropAsk
+from worker.mesh.groups import DeviceGroup, GroupBackend
 from worker.mesh.mesh import Mesh
 from worker.mesh.processes import MeshLostError
 from worker.mesh.stage import MeshStage
+from worker.mesh.traffic import CollectiveCount
 from worker.model.base import Crossing
 
 CPU = torch.device("cpu")
@@ -151,6 +156,15 @@ def test_a_worker_that_is_turned_away_while_a_device_owes_an_answer_has_lost_tha
         assert_all_gone(mesh.processes.pids)
     finally:
         mesh.close()
+
+
+def test_a_device_whose_memory_is_full_amid_a_sum_is_no_device_that_lost_the_others() -> None:
+    def full(_tensors: list[torch.Tensor]) -> Work:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    backend = cast(GroupBackend, SimpleNamespace(allreduce=full))
+    with pytest.raises(torch.OutOfMemoryError):
+        DeviceGroup(backend, 0, 2, CollectiveCount()).sum_in_place(torch.zeros(1))
 
 
 def test_who_is_waited_for_has_the_time_that_turns_out_to_be_left() -> None:

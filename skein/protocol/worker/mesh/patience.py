@@ -12,6 +12,8 @@ NUM_KEPT = 16
 """Times of each kind that count: cold devices, and a machine that stood still, are forgotten."""
 WARMING_S = 120.0
 """The same for what was not asked before: devices warm up, and processes start."""
+SLOW_BYTES_PER_S = 100e6
+"""Rate at which a busy machine still hands over what goes along then, such as all parameters of a large stage."""
 
 
 class DevicePatience:
@@ -32,10 +34,16 @@ class DevicePatience:
         self._least_s = least_s
         self._taken_s: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_KEPT))
 
-    def bound_s(self, kind: Hashable) -> float:
-        """Seconds after which what was asked never ends, without those for which others had the processors."""
+    def bound_s(self, kind: Hashable, *, num_bytes: int = 0) -> float:
+        """Seconds after which what was asked never ends, without those for which others had the processors.
+
+        Args:
+            num_bytes: what goes along to all devices.
+        """
         usual_s = max(self._taken_s[kind], default=None)
-        return WARMING_S if usual_s is None else max(self._least_s, PATIENCE_TIMES * usual_s)
+        if usual_s is None:
+            return WARMING_S + num_bytes / SLOW_BYTES_PER_S
+        return max(self._least_s, PATIENCE_TIMES * usual_s)
 
     def is_hung(self, owed_s: float) -> bool:
         """Whether a device that has owed an answer for so long is why the coordinator turns its worker away.
