@@ -19,13 +19,17 @@ from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.plan.plan import Group
 from skein.types import ChunkRef, Own, Precision, StageIndex, StageSpec, Step, WorkerId
 from tests.support.hands import record
+from tests.worker.lab import CPU
 from tests.worker.model.builders import LUCK, MODELS, NUM_TOKENS, assert_near, part, samples, whole
+from tests.worker.sweep.trials import array_of
 from worker.compute.chunk import Chunk
 from worker.mesh.mesh import Mesh
 from worker.mesh.stage import MeshStage
 from worker.mesh.traffic import Collective
 from worker.model.base import Crossing, Stage
 from worker.model.pending import add_up
+from worker.sweep.chunk import ArrayChunk
+from worker.sweep.drawing import drawn_chunk
 
 # Sums of the same float64 numbers in another order, through two blocks and a loss.
 ROUNDING = 1e-12
@@ -324,3 +328,15 @@ def test_state_of_a_mesh_goes_to_one_device_and_to_four_in_parts_and_in_blocks_a
     for _ in range(3):
         wanted, *found = [step(chunk) for chunk in (first, *chunks)]
         assert found == pytest.approx([wanted] * 3, rel=1e-11)
+
+
+def test_rows_of_an_array_are_computed_without_the_mesh_and_that_is_said(
+    four: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = StageSpec(index=StageIndex(0), first=0, stop=2)
+    with caplog.at_level("WARNING", logger="worker.sweep.drawing"):
+        chunk = drawn_chunk(array_of(0, 1), stage, version=Step(0), device=CPU, mesh=four)
+    assert isinstance(chunk, ArrayChunk)
+    assert [x.getMessage() for x in caplog.records] == [
+        "rows of an array are computed on cpu alone: 4 devices rest"
+    ]
