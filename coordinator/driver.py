@@ -58,6 +58,8 @@ MAX_TURN = 1024
 """Events handled in one turn, so that what they cause is not put off for long."""
 SETTLE_S = 1.0
 """Seconds that a caller waits for what is being recorded; appends take milliseconds where a disk has room."""
+_LONG_TURN_S, _READ_S = 0.25, 0.1
+"""Turn in which nobody was heard for long, and seconds for which what was said meanwhile is read before time passes."""
 _READ_PIECE = 256
 _log = logging.getLogger("coordinator")
 
@@ -157,6 +159,8 @@ class Driver:
         self._settled = asyncio.Event()
         self._settled.set()
         self._appending_since = 0.0
+        self._is_behind = False
+        """Whether the last turn was so long that much may have been said that is not read yet."""
         self._is_stopping = False
         self._is_over = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="run-log")
@@ -274,6 +278,8 @@ class Driver:
     async def _take(self) -> list[_Item]:
         """All that waits; the first may be waited for until the machine's deadline."""
         items: list[_Item] = []
+        if self._is_behind:
+            await asyncio.sleep(_READ_S)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._until_deadline()):
                 items.append(await self._inbox.get())
@@ -289,13 +295,16 @@ class Driver:
     async def _turn(self, items: Sequence[_Item]) -> None:
         commands: list[CoordinatorCommand] = []
         asked: list[tuple[_Asked, tuple[Record, ...]]] = []
+        began_s = self.now()
         for item in items:
             caused = self._handle(item)
             commands += caused
             if isinstance(item, _Asked):
                 asked.append((item, tuple(c.record for c in caused if isinstance(c, Append))))
+        # Not twice in a row, or a busy machine's time would never pass.
+        self._is_behind = not self._is_behind and self.now() - began_s > _LONG_TURN_S
         deadline = self.machine.deadline()
-        if deadline is not None and deadline <= self.now():
+        if deadline is not None and deadline <= self.now() and not self._is_behind:
             commands += self._machine(TimePassed())
         await self._carry_out(commands)
         for item, records in asked:

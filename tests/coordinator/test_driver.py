@@ -1,6 +1,7 @@
 """The driver: durable before said, one commit for what waits together, and no promise to a stream that is gone."""
 
 import asyncio
+import logging
 import time
 
 import numpy as np
@@ -17,6 +18,8 @@ from skein.numeric.coreset.distributed import Candidates
 from skein.plan.plan import Infeasible
 from skein.protocol.coordinator.coordinator_io import (
     CancelAsked,
+    CoordinatorCommand,
+    CoordinatorEvent,
     DrainAsked,
     MakePlan,
     PlanMade,
@@ -92,6 +95,31 @@ async def test_what_waits_while_the_disk_works_is_committed_together() -> None:
         it.log.gate.set()
         await asyncio.gather(first, *others)
         assert [len(records) for records in it.log.appends] == [1, 5]
+
+
+async def test_who_spoke_in_a_turn_that_took_long_is_not_silent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "coordinator")
+    async with lab() as it:
+        stream = await it.join()
+        machine, handle = it.driver.machine, it.driver.machine.handle
+
+        def slow(event: CoordinatorEvent, *, now: float) -> list[CoordinatorCommand]:
+            commands = handle(event, now=now)
+            if isinstance(event, CancelAsked):
+                # Less than a second after the lease is over.
+                it.clock.now += machine.membership.lease_s + 0.5
+            return commands
+
+        monkeypatch.setattr(machine, "handle", slow)
+        await it.driver.ask(CancelAsked(job=JobId("none")))
+        await it.driver.reported(stream, Beat(progress=0, running_s=0.0, statistics=()))
+        monkeypatch.setattr(machine, "handle", handle)
+        await it.handled()
+        assert machine.membership.is_current(stream.worker, stream.incarnation)
+    assert "joined" in caplog.text
+    assert "lost" not in caplog.text
 
 
 async def test_same_key_makes_one_job() -> None:
