@@ -8,7 +8,7 @@ from skein.protocol.coordinator.runs.ending import Ending, Stop
 from skein.protocol.coordinator.runs.steps.evaluation import Evaluation
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import History, JobHistory
-from skein.protocol.log.records import HaltAsked
+from skein.protocol.log.records import Evaluated, HaltAsked
 from skein.types import JobId, JobState, Step
 from tests.support.jobs import small_job
 from tests.support.row_choices import RowsBench, array
@@ -66,6 +66,19 @@ def test_of_an_array_that_ends_with_its_round_rows_that_are_through_are_evaluate
     assert ending.due() == Stop(state=JobState.FINISHED, reason="others wait", saves=True)
     bench.round(last - 1, last, 2)
     assert ending.due() == Stop(state=JobState.FINISHED, reason="others wait", evaluates=True, saves=True)
+
+
+def test_an_array_that_no_worker_has_waits_for_one_where_a_row_is_through_and_not_evaluated() -> None:
+    bench = RowsBench(array("array 3"))
+    last = array("array 3").array.last_step
+    ending = Ending(Members(bench.job, {}, bench.outbox))
+    bench.round(last - 2, last - 1, 1)
+    assert [ending.may_end_unbuilt(Step(saved)) for saved in (0, 1)] == [False, True]
+    bench.round(last - 1, last, 2)
+    assert not ending.may_end_unbuilt(Step(2))
+    told = Evaluated(job=bench.job.job, version=Step(2), loss=1.0, num_tokens=1, wall_s=2.0)
+    bench.outbox.history.apply(told)
+    assert ending.may_end_unbuilt(Step(2))
 
 
 def test_an_array_ends_once_no_row_of_it_makes_steps_any_more() -> None:

@@ -120,6 +120,12 @@ class Ending(RunPart):
             return Stop(state=JobState.FINISHED, reason=reason, evaluates=True, saves=True)
         return None
 
+    def may_end_unbuilt(self, saved: Step) -> bool:
+        """Whether an array that is to end with its round may do so while no worker has it, `saved` being its newest."""
+        last = self._job.last_evaluation
+        is_told = last is not None and last.version == self._job.version
+        return saved >= self._job.version and (is_told or not _has_row_through(self._job))
+
     def record(self, stop: Stop, *, now: float) -> None:
         """Record that the job is held, or how it has ended."""
         job = self._job.job

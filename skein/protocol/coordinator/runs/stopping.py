@@ -51,13 +51,13 @@ class Stopping:
     def _has_ended_with_round(self, *, now: float) -> bool:
         """Whether an array that is to end with its round has ended.
 
-        The boundary after its round ends it. While no worker has it, it ends if nothing is newer than what is saved;
-        else who comes next makes again what is lost, for its rows are to go on.
+        The boundary after its round ends it. While no worker has it, it ends if nothing is newer than what is saved and
+        nothing is to be evaluated; else who comes next makes again what is lost, for its rows are to go on.
         """
         parts, course = self._parts, self._course
         halt = parts.job.halt
         assert halt is not None, "asked by the caller"
-        if course.is_in(phases.GatherPhase) and parts.savings.newest >= parts.job.version:
+        if course.is_in(phases.GatherPhase) and parts.ending.may_end_unbuilt(parts.savings.newest):
             self.stop(Stop(state=halt.state, reason=halt.reason), now=now)
         return course.is_in(phases.EndPhase)
 
