@@ -98,7 +98,7 @@ class Executor:
 
     def tell(self, function: Callable[[], None]) -> None:
         """Queue what nobody waits for; what goes wrong with it is logged."""
-        self._jobs.put(lambda: _heed(function))
+        self.call(function).add_done_callback(_heed)
 
     def _serve(self) -> None:
         # OpenMP keeps the number of threads per calling thread.
@@ -155,11 +155,9 @@ def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
         future.set_exception(error)
 
 
-def _heed(function: Callable[[], None]) -> None:
-    try:
-        function()
-    except Exception:  # noqa: BLE001 - the outermost loop of this thread: records, and works on
-        _log.error("what nobody waits for failed", exc_info=True)
+def _heed(future: Future[None]) -> None:
+    if (error := future.exception()) is not None:
+        _log.error("what nobody waits for failed", exc_info=error)
 
 
 def one_line(error: BaseException) -> str:
