@@ -26,7 +26,17 @@ from skein.sim.world import World
 from skein.types import SiteId, WorkerId
 from tests.sim.test_many_faults import judged
 from tests.support.extent import part
-from tests.support.worlds import finish, fleet_of, of_kind, run_until, simulate, undisturbed, worker
+from tests.support.worlds import (
+    finish,
+    fleet_of,
+    of_kind,
+    plan_of,
+    run_until,
+    simulate,
+    undisturbed,
+    version_of,
+    worker,
+)
 
 STEPS = 12
 
@@ -43,12 +53,6 @@ def is_selecting(world: World, *, since: int = 0) -> bool:
         and isinstance(run.phase, EvaluatePhase)
         and run.phase.purpose.selects
         and run.job.version >= since
-    )
-
-
-def version_of(world: World) -> int:
-    return (
-        0 if world.coordinator is None or world.coordinator.run is None else world.coordinator.run.job.version
     )
 
 
@@ -288,11 +292,7 @@ def test_a_worker_that_dies_meanwhile_where_no_path_ends_changes_no_choice(momen
     job = job_of(BESIDE)
     world = watched(job, 4)
     run_until(world, MOMENTS[moment])
-    assert world.coordinator is not None
-    assert world.coordinator.run is not None
-    plan = world.coordinator.run.plan
-    assert plan is not None
-    world.kill_worker(min(x.chunk.worker for x in plan.chunks if x.chunk.stage == 0))
+    world.kill_worker(min(x.chunk.worker for x in plan_of(world).chunks if x.chunk.stage == 0))
     run = finish(world, about=moment)
     assert run.num_rollbacks == 0
     assert run.curve == undisturbed(job, 4).curve
@@ -304,11 +304,7 @@ def test_one_that_dies_where_paths_end_has_others_choose_by_the_same_parameters(
     job = job_of(BESIDE)
     world = watched(job, 4)
     run_until(world, MOMENTS[moment])
-    assert world.coordinator is not None
-    assert world.coordinator.run is not None
-    plan = world.coordinator.run.plan
-    assert plan is not None
-    world.kill_worker(max(x.chunk.worker for x in plan.chunks if x.chunk.stage == 1))
+    world.kill_worker(max(x.chunk.worker for x in plan_of(world).chunks if x.chunk.stage == 1))
     run = finish(world, about=moment)
     assert run.num_rollbacks == 0
     assert run.curve == undisturbed(job, 4).curve

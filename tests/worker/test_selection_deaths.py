@@ -48,26 +48,14 @@ def candidates_told(at: _At) -> bool:
             return False
 
 
-def second_stage() -> Moment:
-    """All have picked, and the answer is on its way: the second one of the run."""
+def second(kind: type[_At], at: type[_At] | None = None) -> Moment:
+    """The second one of a kind has come in a run, and then one of kind `at`; None: it is that itself."""
     count = 0
 
-    def is_it(at: _At) -> bool:
+    def is_it(now: _At) -> bool:
         nonlocal count
-        count += isinstance(at, ChooseRows)
-        return count > 1
-
-    return is_it
-
-
-def made() -> Moment:
-    """Rows are chosen, and it is not recorded."""
-    count = 0
-
-    def is_it(at: _At) -> bool:
-        nonlocal count
-        count += isinstance(at, RowsChosen)
-        return count > 1 and isinstance(at, Append)
+        count += isinstance(now, kind)
+        return count > 1 and isinstance(now, at or kind)
 
     return is_it
 
@@ -84,8 +72,8 @@ def unused(at: _At) -> bool:
 MOMENTS: dict[str, Callable[[], Moment]] = {
     "beside a step": lambda: beside_a_step,
     "candidates": lambda: candidates_told,
-    "second stage": second_stage,
-    "made": made,
+    "second stage, whose answer is on its way": lambda: second(ChooseRows),
+    "made, not recorded": lambda: second(RowsChosen, Append),
     "recorded, unused": lambda: unused,
 }
 
