@@ -22,7 +22,7 @@ from skein.config.sweep.spec import SweepSpec, ValuesSpec
 from skein.model.families.mlp import MlpModel
 from skein.types import JobState
 
-NUM_TRIALS, NUM_WORKERS, NUM_STEPS = 32, 2, 300
+NUM_TRIALS, NUM_WORKERS, NUM_STEPS = 32, 2, 1_000
 GOAL = 0.03
 REST_S = 15.0
 """Seconds of a coordinator with workers and without a job, which a process on Ray does not pass without any work."""
@@ -36,7 +36,7 @@ def job(num_trials: int) -> JobSpec:
         name="share",
         model=MlpModel(family="mlp", widths=(384, 384)),
         data=DataSpec(sources=(DigitsSource(format="digits"),)),
-        batch=BatchSpec(samples=64, microbatch_samples=64),
+        batch=BatchSpec(samples=192, microbatch_samples=192),
         parallel=ParallelSpec(stages=1),
         budget=BudgetSpec(steps=NUM_STEPS),
         evaluation=EvaluationSpec(every_steps=0, samples=64),

@@ -16,10 +16,15 @@ from pydantic import JsonValue
 from skein.config.job import MOST_MICROBATCH_SAMPLES, JobSpec
 from skein.config.optimizer import SgdSpec
 from skein.config.sweep.trials import SweepTrial, trials_of
+from skein.plan.load import stage_loads
 from skein.plan.sweeping.hyperband import Rung, split_brackets
+from skein.types import StageIndex, StageSpec
 
 ROUND_S = 2.0
-"""Seconds that a round is to take: a commit costs nothing beside it, and a death little."""
+"""Seconds that a round is to take where little is saved at its end: a commit costs nothing then, and a death little."""
+_MOST_ROUND_S = 8.0
+_SAVED_BYTES_PER_S = 2_000_000
+"""Bytes of state for which a round lasts a second: one of its checkpoint costs the coordinator 5 ns, so 1 % of it."""
 _MOST_ROUND_STEPS = 1024
 _LEAST_LAYER_S = 1e-4
 """Seconds that a layer of a row takes, forward and back, however small it is."""
@@ -152,13 +157,26 @@ def unmeasured_steps(num_steps: int) -> int:
     """Steps of a first round, at most, before anything is measured, of so many in all.
 
     >>> unmeasured_steps(400), unmeasured_steps(3)
-    (50, 1)
+    (100, 1)
     """
-    return max(1, num_steps // 8)
+    return max(1, num_steps // 4)
+
+
+def round_seconds(job: JobSpec, *, num_rows: int) -> float:
+    """Seconds that a round of so many rows is to take: the more is saved at its end, the longer.
+
+    >>> from skein.model.families.mlp import MlpModel
+    >>> job = JobSpec.model_validate({"name": "a", "model": MlpModel(family="mlp", widths=(384, 384)), "data":
+    ...     {"sources": [{"format": "digits"}]}, "budget": {"steps": 9}, "parallel": {"stages": 1}})
+    >>> [round(round_seconds(job, num_rows=rows), 1) for rows in (1, 4, 8)]
+    [2.0, 4.2, 8.0]
+    """
+    (load,) = stage_loads(job, [StageSpec(index=StageIndex(0), first=0, stop=len(job.layers))])
+    return min(_MOST_ROUND_S, max(ROUND_S, num_rows * load.state_bytes / _SAVED_BYTES_PER_S))
 
 
 def round_steps(job: JobSpec, *, num_rows: int, num_steps: int, row_s: float) -> int:
-    """Steps of each row in a round that takes about `ROUND_S`.
+    """Steps of each row in a round that takes about as long as it is to.
 
     Args:
         job: what one of the rows would be alone.
@@ -167,4 +185,6 @@ def round_steps(job: JobSpec, *, num_rows: int, num_steps: int, row_s: float) ->
         row_s: seconds of a row's step, beside so many others.
     """
     most = min(_MOST_ROUND_STEPS, num_steps, 1_000_000 // job.batch.samples)
-    return max(1, min(most, round(ROUND_S / max(num_rows * row_s, _LEAST_STEP_S))))
+    return max(
+        1, min(most, round(round_seconds(job, num_rows=num_rows) / max(num_rows * row_s, _LEAST_STEP_S)))
+    )
