@@ -14,9 +14,9 @@ from tests.support.jobs import small_job
 from tests.support.row_choices import RowsBench, array
 
 
-def evaluation(spec: JobSpec | None = None) -> tuple[Evaluation, Outbox]:
+def evaluation(spec: JobSpec | None = None, *, sweep: JobId | None = None) -> tuple[Evaluation, Outbox]:
     outbox = Outbox(History())
-    job = JobHistory(job=JobId("j-1"), key="k", spec=spec or small_job(), submitted_wall_s=0.0)
+    job = JobHistory(job=JobId("j-1"), key="k", spec=spec or small_job(), submitted_wall_s=0.0, sweep=sweep)
     return Evaluation(Members(job, {}, outbox)), outbox
 
 
@@ -34,18 +34,20 @@ def test_enough_validation_samples_are_no_news() -> None:
     assert not outbox.drain()
 
 
-def test_rows_are_evaluated_though_their_batch_is_larger_than_all_validation_samples() -> None:
+def test_trials_are_evaluated_on_all_samples_in_an_array_and_alone() -> None:
     trial = small_job(stages=1, replicas=1).model_copy(
-        update={"evaluation": EvaluationSpec(samples=5), "batch": BatchSpec(samples=8, microbatch_samples=1)}
+        update={"evaluation": EvaluationSpec(samples=9), "batch": BatchSpec(samples=8, microbatch_samples=2)}
     )
     array = ArraySpec(
         rows=(ArrayRow(trial=0, optimizer=trial.optimizer, seed=0),), last_step=1, schedule_steps=9
     )
-    machine, outbox = evaluation(array_job(trial, array, round_steps=1))
-    machine.found(5)
-    assert not outbox.drain()
-    machine._job.version = Step(1)
-    assert machine.is_due()
+    for spec, num_microbatches in ((array_job(trial, array, round_steps=1), 1), (trial, 3)):
+        machine, outbox = evaluation(spec, sweep=JobId("j"))
+        machine.found(5)
+        assert not outbox.drain()
+        machine._job.version = Step(1)
+        assert machine.is_due(is_last=True)
+        assert machine._available() == num_microbatches
 
 
 def test_what_is_the_last_is_evaluated_whatever_the_period_is() -> None:

@@ -138,7 +138,9 @@ class PlainTorch:
     def evaluate(self, num_microbatches: int) -> float:
         total, num_tokens = 0.0, 0
         for e in range(num_microbatches):
-            batch = self.dataset.validation_batch(evaluation_positions(self.job, MicrobatchId(e)))
+            num_samples = self.dataset.num_validation_samples
+            positions = evaluation_positions(self.job, MicrobatchId(e), num_samples=num_samples)
+            batch = self.dataset.validation_batch(positions)
             loss, num_valid = self.model.loss(torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels))
             total, num_tokens = total + loss.item(), num_tokens + num_valid
         return total / num_tokens

@@ -34,7 +34,7 @@ def sweep(fuse: Fuse, num_trials: int = 27, coreset: CoresetSpec | None = None) 
         parallel=ParallelSpec(stages=1),
         optimizer=AdamWSpec(warmup_steps=1),
         budget=BudgetSpec(steps=54),
-        evaluation=EvaluationSpec(samples=32),
+        evaluation=EvaluationSpec(samples=160),
         precision=Precision.FP64,
         sweep=SweepSpec(
             search="hyperband",

@@ -123,7 +123,8 @@ class BatchReader:
             return _begun(partial(self.dataset.row_batch, rows))
         if phase.replicates_samples:
             return _begun(partial(self.dataset.validation_batch, self._probed(step, microbatch)))
-        positions = evaluation_positions(self._job, microbatch)
+        num_samples = self.dataset.num_validation_samples
+        positions = evaluation_positions(self._job, microbatch, num_samples=num_samples)
         return _begun(partial(self.dataset.validation_batch, positions))
 
 
@@ -151,8 +152,8 @@ def block_of(microbatch: MicrobatchId, batch: BatchSpec, num_rows: int) -> range
     return range(first, min(first + batch.microbatch_samples, num_rows))
 
 
-def evaluation_positions(job: JobSpec, microbatch: MicrobatchId) -> range:
-    """Validation positions of one evaluation microbatch; the last one may be short.
+def evaluation_positions(job: JobSpec, microbatch: MicrobatchId, *, num_samples: int) -> range:
+    """Validation positions of one evaluation microbatch, of so many samples; the last one may be short.
 
     >>> from skein.config.data.sources import DigitsSource
     >>> from skein.config.data.spec import DataSpec
@@ -160,9 +161,9 @@ def evaluation_positions(job: JobSpec, microbatch: MicrobatchId) -> range:
     >>> from skein.model.families.digits_cnn import DigitsCnnModel
     >>> job = JobSpec(name="j", model=DigitsCnnModel(family="digits_cnn"), budget=BudgetSpec(steps=1),
     ...               data=DataSpec(sources=(DigitsSource(format="digits"),)), evaluation=EvaluationSpec(samples=6))
-    >>> evaluation_positions(job, MicrobatchId(1))
-    range(4, 6)
+    >>> [evaluation_positions(job, MicrobatchId(1), num_samples=many) for many in (9, 5)]
+    [range(4, 6), range(4, 5)]
     """
     size = job.batch.microbatch_samples
     first = microbatch * size
-    return range(first, max(first + 1, min(first + size, job.evaluation.samples)))
+    return range(first, max(first + 1, min(first + size, job.evaluation.samples, num_samples)))

@@ -68,6 +68,6 @@ class Evaluation(RunPart):
         spec = self._job.spec
         num_samples = min(spec.evaluation.samples, self.num_validation_samples)
         size = spec.batch.microbatch_samples
-        # Microbatches of an array are whole batches of its trials, which are evaluated whatever these are; the last one
-        # is short.
-        return -(-num_samples // size) if spec.rows else num_samples // size
+        # Trials of a sweep are compared, and microbatches of their arrays are whole batches of theirs: so all samples
+        # count for each of them, in an array and alone; the last microbatch is short.
+        return num_samples // size if self._job.sweep is None else -(-num_samples // size)
