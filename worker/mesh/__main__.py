@@ -13,13 +13,12 @@ from skein.protocol.worker.mesh.losing import FAILED, NO_MEMORY, SUM_BROKEN
 from worker.mesh.device import DeviceShare
 from worker.mesh.frames import DeviceLink, LinkClosedError
 from worker.mesh.groups import SumBrokenError
+from worker.mesh.memory import says_full
 
 _log = logging.getLogger("worker.mesh")
 _SET_PARENT_DEATH_SIGNAL = 1
 """Linux, prctl(2)."""
 _CPU = torch.device("cpu")
-_NO_ROOM = "can't allocate memory"
-"""Part of torch's message where the host's memory is full; only a GPU's has an error of its own."""
 
 
 def _die_with(parent: int) -> None:
@@ -42,7 +41,7 @@ def _serve(link: DeviceLink, share: DeviceShare) -> int:
     except SumBrokenError:
         return SUM_BROKEN
     except Exception as error:  # noqa: BLE001 - the outermost loop: it records, and ends the process
-        is_full = isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_ROOM in str(error)
+        is_full = says_full(error)
         _log.error("out of memory: %s" if is_full else "an op failed: %s", error, exc_info=not is_full)
         return NO_MEMORY if is_full else FAILED
 

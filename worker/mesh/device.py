@@ -123,13 +123,13 @@ class DeviceShare:
             case LoadAsk():
                 self._load(asked, tensors)
             case VisitAsk():
-                return self._visit(asked, tensors)
+                return self._visit(asked, self._placed(tensors))
             case TimeRowsAsk():
                 return DeviceAnswer(row_times=self._time_rows(asked)), {}
             case TimeSumsAsk():
                 return DeviceAnswer(sum_times=self._time_sums(asked)), {}
             case ReturnAsk():
-                return DeviceAnswer(), self._return(asked, tensors)
+                return DeviceAnswer(), self._return(asked, self._placed(tensors))
             case AddUpAsk():
                 add_up(self._kept.pending.pop(asked.ticket))
             case SumsAsk():
@@ -203,6 +203,10 @@ class DeviceShare:
             stage.get_parameter(name).copy_(tensor)
 
     # --- there and back ---
+
+    def _placed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors, which have come to the host, where the device computes."""
+        return {name: x.to(self._device) for name, x in tensors.items()}
 
     def _visit(self, asked: VisitAsk, tensors: Mapping[str, Tensor]) -> Answered:
         stage, form = self._kept.stages[asked.chunk], self._kept.forms[asked.chunk]

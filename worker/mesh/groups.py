@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Backend, BroadcastOptions, FileStore, Pre
 from torch.distributed import ProcessGroupGloo
 
 from skein.errors import LocalError
+from worker.mesh.memory import says_full
 from worker.mesh.traffic import Collective, CollectiveCount
 
 _LONG = timedelta(days=1)
@@ -221,9 +222,9 @@ def _broken(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise  # It is a RuntimeError, and this device's own.
     except RuntimeError as error:
+        if says_full(error):
+            raise  # It is this device's own.
         raise SumBrokenError(f"{what} over the devices broke: {error}") from error
 
 

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -233,9 +234,13 @@ class Stage(nn.Module, ABC):
             if std > 0:
                 _draw(parts, shape.numel(), key(seed, "init", name), std)
 
-    def autocast(self, x: Tensor) -> torch.autocast:
+    def autocast(self, x: Tensor) -> AbstractContextManager[object]:
         """The context in which forwards run, on the device of `x`."""
-        return torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision is Precision.BF16)
+        return (
+            torch.autocast(x.device.type, torch.bfloat16)
+            if self.precision is Precision.BF16
+            else nullcontext()
+        )
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

@@ -18,9 +18,13 @@ import pytest
 import torch
 from torch.distributed import Work
 
+from skein.config.mesh.tensor import MeshForm
+from tests.support.device import mesh_of
 from tests.worker.mesh.test_stage import job_of, zeroed
 from tests.worker.model.builders import MODELS, NUM_TOKENS, part
-from worker.mesh.frames import DeviceAnswer, DeviceLink, DropAsk
+from worker.compute.payload import GRADIENT, HIDDEN
+from worker.mesh.device import DeviceShare
+from worker.mesh.frames import DeviceAnswer, DeviceLink, DropAsk, ReturnAsk, StageAsk, VisitAsk
 from worker.mesh.groups import DeviceGroup, GroupBackend
 from worker.mesh.mesh import Mesh
 from worker.mesh.processes import MeshLostError
@@ -28,21 +32,21 @@ from worker.mesh.stage import MeshStage
 from worker.mesh.traffic import CollectiveCount
 from worker.model.base import Crossing
 
-CPU = torch.device("cpu")
+CPU, PAIR = torch.device("cpu"), mesh_of(2)
 GONE_S = 60.0
 """Nothing here takes long; this only turns a hang into a failure."""
 
 
 @pytest.fixture
 def mesh() -> Iterator[Mesh]:
-    made = Mesh(["cpu", "cpu"], least_patience_s=0.5)
+    made = Mesh(PAIR, least_patience_s=0.5)
     yield made
     made.close()
 
 
-def stage_on(mesh: Mesh) -> MeshStage:
+def stage_on(mesh: Mesh, size: int = 2) -> MeshStage:
     model = MODELS["tied"]
-    return MeshStage(mesh, job_of(model, 2), zeroed(part(model, 1, 3)))
+    return MeshStage(mesh, job_of(model, size), zeroed(part(model, 1, 3)))
 
 
 def forward(stage: MeshStage) -> Crossing:
@@ -65,9 +69,9 @@ def test_a_device_killed_amid_a_backward_ends_all_and_leaves_the_others(mesh: Me
     with ThreadPoolExecutor(1) as pool:
         going = pool.submit(backward, y)
         os.kill(mesh.processes.pids[1], signal.SIGKILL)
-        with pytest.raises(MeshLostError, match=r"device 1 \(cpu\) was killed by signal 9") as lost:
+        with pytest.raises(MeshLostError, match=rf"device 1 \({PAIR[1]}\) was killed by signal 9") as lost:
             going.result(GONE_S)
-    assert lost.value.left == ("cpu",)
+    assert lost.value.left == PAIR[:1]
     assert_all_gone(mesh.processes.pids)
 
 
@@ -77,7 +81,7 @@ def test_a_frozen_device_is_noticed_by_how_long_such_ops_take(mesh: Mesh) -> Non
         backward(forward(stage))
     y = forward(stage)
     os.kill(mesh.processes.pids[0], signal.SIGSTOP)
-    with pytest.raises(MeshLostError, match=r"device 0 \(cpu\) hung"):
+    with pytest.raises(MeshLostError, match=rf"device 0 \({PAIR[0]}\) hung"):
         backward(y)
     assert_all_gone(mesh.processes.pids)
 
@@ -90,7 +94,7 @@ def test_a_device_that_freezes_before_it_is_given_parameters_is_noticed_as_soon(
         for parameter in stage.parameters.values():
             parameter.add_(1.0)
     os.kill(mesh.processes.pids[1], signal.SIGSTOP)
-    with pytest.raises(MeshLostError, match=r"device 1 \(cpu\) hung"):
+    with pytest.raises(MeshLostError, match=rf"device 1 \({PAIR[1]}\) hung"):
         forward(stage)
     assert_all_gone(mesh.processes.pids)
 
@@ -102,7 +106,7 @@ def test_a_device_without_memory_is_told_as_such(mesh: Mesh) -> None:
     used = psutil.Process(mesh.processes.pids[1]).memory_info().vms
     resource.prlimit(mesh.processes.pids[1], resource.RLIMIT_AS, (used, used))
     given = Crossing(torch.ones(2000, NUM_TOKENS, 32, dtype=torch.float64))
-    with pytest.raises(MeshLostError, match=r"device 1 \(cpu\) is out of memory"):
+    with pytest.raises(MeshLostError, match=rf"device 1 \({PAIR[1]}\) is out of memory"):
         stage.onward(given, None)
     assert_all_gone(mesh.processes.pids)
 
@@ -112,7 +116,7 @@ def test_a_question_that_breaks_half_way_ends_all_for_the_next_answers_would_be_
 ) -> None:
     asked = DropAsk(tickets=(), sums=(), chunks=())
     with pytest.raises(
-        MeshLostError, match=r"device 1 \(cpu\) was not understood: .*complex64 may not travel"
+        MeshLostError, match=rf"device 1 \({PAIR[1]}\) was not understood: .*complex64 may not travel"
     ):
         # The first device has been asked by then.
         mesh.ask_each([(asked, {}), (asked, {"x": torch.zeros(1, dtype=torch.complex64)})])
@@ -139,7 +143,7 @@ def test_a_worker_that_is_turned_away_while_a_device_owes_an_answer_has_lost_tha
         return now_s[0]
 
     is_read: list[bool] = []
-    mesh = Mesh(["cpu", "cpu"], clock=clock)
+    mesh = Mesh(PAIR, clock=clock)
     try:
         assert not mesh.ended_for_turned_away()
         os.kill(mesh.processes.pids[1], signal.SIGSTOP)
@@ -150,9 +154,9 @@ def test_a_worker_that_is_turned_away_while_a_device_owes_an_answer_has_lost_tha
             assert not mesh.ended_for_turned_away()
             now_s[0] = 1000.0
             assert mesh.ended_for_turned_away()
-            with pytest.raises(MeshLostError, match=r"device 1 \(cpu\) hung") as lost:
+            with pytest.raises(MeshLostError, match=rf"device 1 \({PAIR[1]}\) hung") as lost:
                 going.result(GONE_S)
-        assert lost.value.left == ("cpu",)
+        assert lost.value.left == PAIR[:1]
         assert_all_gone(mesh.processes.pids)
     finally:
         mesh.close()
@@ -165,6 +169,18 @@ def test_a_device_whose_memory_is_full_amid_a_sum_is_no_device_that_lost_the_oth
     backend = cast(GroupBackend, SimpleNamespace(allreduce=full))
     with pytest.raises(torch.OutOfMemoryError):
         DeviceGroup(backend, 0, 2, CollectiveCount()).sum_in_place(torch.zeros(1))
+
+
+def test_what_comes_to_a_device_is_computed_with_where_it_is() -> None:
+    elsewhere = torch.device("meta")
+    share = DeviceShare(0, elsewhere)
+    job = job_of(MODELS["tied"], 1).model_dump_json()
+    share.carry_out(StageAsk(chunk=1, job=job, stage=(1, 1, 3), form=MeshForm(size=1)), {})
+    visit = VisitAsk(chunk=1, ticket=2, follows=True, scores=False, num_valid=None, num_tokens=NUM_TOKENS)
+    x = torch.ones(2, NUM_TOKENS, 32, dtype=torch.float64)
+    _, made = share.carry_out(visit, {HIDDEN: x})
+    _, gradients = share.carry_out(ReturnAsk(chunk=1, ticket=2, puts_aside=False), {GRADIENT: x})
+    assert {x.device for x in (*made.values(), *gradients.values())} == {elsewhere}
 
 
 def test_who_is_waited_for_has_the_time_that_turns_out_to_be_left() -> None:
