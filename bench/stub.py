@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Literal
 
 from bench.cluster import ANY_ROOT
 from worker.daemon import WorkerOptions, run_worker
@@ -16,9 +17,10 @@ def run_stub(
     site: str = "default",
     listen: str = "127.0.0.1",
     port: int = 0,
+    device: Literal["cpu", "cuda"] = "cpu",
     devices: str | None = None,
 ) -> int:
-    """Be a worker on the CPU that reads and writes wherever it is told, as `adapt` makes it; gives the exit code.
+    """Be a worker on `device` that reads and writes wherever it is told, as `adapt` makes it; gives the exit code.
 
     `devices` are those of a mesh; None: it is none.
     """
@@ -28,7 +30,7 @@ def run_stub(
         site=site,
         listen=listen,
         port=port,
-        device="cpu" if devices is None else "auto",
+        device=device if devices is None else "auto",
         devices=devices,
         data_roots=(ANY_ROOT,),
         checkpoint_roots=(str(ANY_ROOT),),

@@ -1,20 +1,20 @@
 """Trials side by side as rows of one array, beside the same trials one after the other.
 
-    skein bench sweep [--only WHAT ...] [--turns 40]
+    skein bench sweep [--only WHAT ...] [--turns 40] [--device cpu|cuda]
 
 WHAT is `equal` (fused rows beside separate runs, 40 steps), `apart` (a row at a rate that blows up,
 the others beside lone runs), `speed` (against the best loop: a model and a fused optimizer of torch for each trial),
 `search` (Hyperband over rows of arrays beside the same one by one, and beside chance for as much work) or `share` (what
 the coordinator takes of a sweep with real processes).
-Speeds are of one thread's CPU time, both ways in turns; the ratio is the median of the turns'. The control is no
-option. Ends with one JSON line; exit code 1 if a goal is missed.
+Speeds are of one thread's CPU time, both ways in turns; the ratio is the median of the turns'. On a GPU they are of the
+clock, once it has done everything. The control is no option. Ends with one JSON line; exit code 1 if a goal is missed.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
@@ -126,12 +126,13 @@ def differing(what: str, worst: float, most: float) -> Row:
     )
 
 
-def speed_rows(num_turns: int) -> Iterator[Row]:
+def speed_rows(num_turns: int, device: torch.device) -> Iterator[Row]:
     """Whole steps of an array beside those of the best loop; and what the choice makes of a large model."""
     for case, num_rows, goal in GOALS:
-        yield _speed(case, num_rows, goal, num_turns)
-    yield from _auto(LARGE, is_declined=True)
-    yield from _auto(WIDE, is_declined=False)
+        yield _speed(replace(case, device=device), num_rows, goal, num_turns)
+    # One thread is busy with a row of the large model, and no GPU is.
+    yield from _auto(replace(LARGE, device=device), is_declined=device.type == "cpu")
+    yield from _auto(replace(WIDE, device=device), is_declined=False)
 
 
 def _auto(case: Case, *, is_declined: bool) -> Iterator[Row]:
@@ -140,9 +141,10 @@ def _auto(case: Case, *, is_declined: bool) -> Iterator[Row]:
     stages = [case.stage(seed, Precision.FP32) for seed in range(8)]
     looped = RowArray.of(stages, settings, PassKind.LOOPED)
     batch = together(case, range(8), 0, torch.float32)
-    began = time.process_time()
-    choice = choose_pass(stages[0], looped.rows, batch, clock=time.process_time)
-    probe_s = time.process_time() - began
+    clock = time.perf_counter if case.device.type == "cuda" else time.process_time
+    began = clock()
+    choice = choose_pass(stages[0], looped.rows, batch, clock=clock)
+    probe_s = clock() - began
     yield Row(
         what=f"{case.what}, 8 rows: what fused rows would gain, and are declined for below {MIN_SPEEDUP}",
         value=choice.speedup,
@@ -154,7 +156,9 @@ def _auto(case: Case, *, is_declined: bool) -> Iterator[Row]:
         spread=0.0,
     )
     arrays = [RowArray.of(stages, settings, choice.kind), looped]
-    turns = [[_cpu_s(partial(array.step, [batch])) for array in arrays] for _ in range(NUM_WARM + 5)]
+    turns = [
+        [_seconds(partial(array.step, [batch]), case.device) for array in arrays] for _ in range(NUM_WARM + 5)
+    ]
     auto_s, never_s = (AUTO_STEPS * median(x) for x in zip(*turns[NUM_WARM:], strict=True))
     ratio = never_s / (auto_s + probe_s)
     yield Row(
@@ -180,11 +184,11 @@ def _speed(case: Case, num_rows: int, goal: float, num_turns: int) -> Row:
         partial(array.step, [batch]),
         partial(loop, batch.inputs, batch.labels),
     ]
-    turns = [[_cpu_s(way) for way in ways] for _ in range(NUM_WARM + num_turns)][NUM_WARM:]
+    turns = [[_seconds(way, case.device) for way in ways] for _ in range(NUM_WARM + num_turns)][NUM_WARM:]
     ratios = [loop_s / array_s for array_s, loop_s in turns]
     array_ms, loop_ms = (1e3 * median(x) for x in zip(*turns, strict=True))
     return Row(
-        what=f"{case.what}: a step of {num_rows} rows, AdamW, one thread",
+        what=f"{case.what}: a step of {num_rows} rows, AdamW, one thread, {case.device}",
         value=array_ms,
         unit="ms",
         against=f"{num_rows} models in turn, each with torch's fused AdamW and clip: {loop_ms:.3g} ms",
@@ -214,11 +218,17 @@ def _best_loop(stages: Sequence[Stage]) -> Callable[[Tensor, Tensor], list[float
     return step
 
 
-def _cpu_s(way: Callable[[], object]) -> float:
-    """CPU seconds of this process for one step: beside other programs a wall clock tells of them."""
-    began = time.process_time()
+def _seconds(way: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one step: of this process's CPU time, for beside other programs a wall clock tells of them."""
+    if device.type == "cpu":
+        began = time.process_time()
+        way()
+        return time.process_time() - began
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
     way()
-    return time.process_time() - began
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - began
 
 
 def main() -> int:
@@ -226,14 +236,16 @@ def main() -> int:
     parts: Mapping[str, Callable[[int], Iterator[Row]]] = {
         "equal": lambda _turns: equal_rows(),
         "apart": lambda _turns: apart_rows(),
-        "speed": speed_rows,
+        "speed": lambda turns: speed_rows(turns, device),
         "search": lambda _turns: search_rows(),
         "share": lambda _turns: share_rows(),
     }
     parser = argparse.ArgumentParser(prog="skein bench sweep", description=main.__doc__)
     parser.add_argument("--only", nargs="+", choices=parts, help="compare these parts alone")
     parser.add_argument("--turns", type=int, default=40, help="steps each way, in turns")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where speeds are measured")
     args = parser.parse_args()
+    device = torch.device(args.device)
     torch.set_num_threads(1)
     return finish("sweep", [row for part in args.only or parts for row in parts[part](args.turns)])
 

@@ -21,6 +21,7 @@ from worker.model.stage import Stage, build_stage
 from worker.sweep.array import RowSettings
 from worker.sweep.passes import RowBatch
 
+CPU = torch.device("cpu")
 NUM_STEPS = 40
 _TOKENS = 16
 _SHAPE = {
@@ -40,6 +41,7 @@ class Case:
     what: str
     model: AnyModel
     num_samples: int
+    device: torch.device = CPU
 
     def stage(self, seed: int, precision: Precision) -> Stage:
         """The whole model, as the seed draws it."""
@@ -50,7 +52,7 @@ class Case:
             sequence_tokens=_TOKENS,
             seed=seed,
             precision=precision,
-            device=torch.device("cpu"),
+            device=self.device,
         )
 
     def batch(self, seed: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -59,10 +61,10 @@ class Case:
         if self.model.vocab_size is not None:
             size = (2, self.num_samples, _TOKENS)
             tokens, labels = torch.from_numpy(drawn.integers(self.model.vocab_size, size=size))
-            return tokens, labels
+            return tokens.to(self.device), labels.to(self.device)
         shape = self.model.labelled.sample if isinstance(self.model, MlpModel) else (1, 8, 8)
-        samples = torch.from_numpy(drawn.standard_normal((self.num_samples, *shape))).to(dtype)
-        return samples, torch.from_numpy(drawn.integers(10, size=self.num_samples))
+        samples = torch.from_numpy(drawn.standard_normal((self.num_samples, *shape))).to(self.device, dtype)
+        return samples, torch.from_numpy(drawn.integers(10, size=self.num_samples)).to(self.device)
 
 
 MLP = Case(
