@@ -8,6 +8,7 @@
 #   SHAPES       over which sets of shapes
 #   STRIKES      and how many strikes amid exchanges for each aggregation rule
 #   SKEIN_MATRIX `entire`: tests try every case of their long matrices (`make matrix` sets it)
+#   SKEIN_TEST_DEVICE  where tests of workers compute (`make gpu` sets it)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -33,7 +34,7 @@ UNITS = $(TEST_ENV) $(BIN)/python -m pytest --ignore=tests/e2e -n 2 --dist works
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test units e2e e2e-long coverage matrix scale screenshots check bench bench-aggregation proto fmt compose-test \
+.PHONY: help setup demo test units e2e e2e-long coverage matrix gpu scale screenshots check bench bench-aggregation proto fmt compose-test \
 	docs sim constraints locks sbom clean
 
 help: ## list these targets
@@ -67,6 +68,10 @@ coverage: setup ## units, traced: which branches nobody takes; fails below 92 %
 matrix: setup ## tests of long matrices (shapes, strikes, moments, rules, seeds) with every case, loops watched
 	SKEIN_MATRIX=entire $(UNITS) -o asyncio_debug=true $(PYTEST_ARGS)
 	SKEIN_MATRIX=entire $(TEST_ENV) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+
+gpu: setup ## tests of workers on the machine's GPUs
+	SKEIN_TEST_DEVICE=cuda:0 $(TEST_ENV) $(BIN)/python -m pytest tests/worker -n 4 -m 'not long' $(PYTEST_ARGS)
+	SKEIN_TEST_DEVICE=cuda:0 $(TEST_ENV) $(BIN)/python -m pytest tests/worker/on_gpu.py $(PYTEST_ARGS)
 
 choices: setup ## 300 drawn fleets: no plan slower than the best order that is known
 	SKEIN_MATRIX=entire $(TEST_ENV) $(BIN)/python -m pytest tests/plan/test_starts.py $(PYTEST_ARGS)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from bench.stub import run_stub
 from skein.protocol.messages.directives import StepRecord
 from skein.protocol.worker.ops import BackwardOp, ForwardOp, LossOp, Op, TensorKey
 from skein.types import GroupId
+from tests.support.device import DEVICE
 from worker.compute.chunk import Chunk
 from worker.compute.ops import Compute, Done
 from worker.compute.payload import Payload
@@ -86,7 +88,9 @@ def main() -> int:
     parser.add_argument("--name", required=True)
     parser.add_argument("--orders", required=True, type=Path)
     args = parser.parse_args()
-    return run_stub(partial(mortal, Fate(args.orders)), join=args.join, name=args.name)
+    adapt = partial(mortal, Fate(args.orders))
+    device: Literal["cpu", "cuda"] = "cuda" if DEVICE.type == "cuda" else "cpu"
+    return run_stub(adapt, join=args.join, name=args.name, device=device)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from skein.protocol.worker.worker_io import (
 from skein.types import Epoch, Generation, JobId, Step, WorkerId
 from skein.wire.channel import open_channel_to
 from skein.wire.credentials import NO_CREDENTIALS
-from tests.worker.lab import CPU, Lab
+from tests.support.device import DEVICE
+from tests.worker.lab import Lab
 from tests.worker.transport.loopback import serving
 from worker.chunks.copies import ChunkCopies
 from worker.compute.ops import Compute
@@ -77,7 +78,7 @@ async def keeping(
     patience_s: float = 10.0,
 ) -> AsyncIterator[Keeper]:
     """A worker that serves and fetches, without a machine above it."""
-    compute = Compute(CPU) if compute is None else compute
+    compute = Compute(DEVICE) if compute is None else compute
     executor = Executor(compute)
     executor.start()
     events: asyncio.Queue[WorkerEvent] = asyncio.Queue()

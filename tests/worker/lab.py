@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path as FilePath
 
+import pytest
 import torch
 
 from skein.config.data.sources import DigitsSource, TextSource
@@ -53,6 +54,7 @@ from skein.types import (
     Step,
     WorkerId,
 )
+from tests.support.device import DEVICE
 from worker.boundary import BoundaryLog
 from worker.compute.batches import BatchReader
 from worker.compute.chunk import Chunk
@@ -62,7 +64,8 @@ from worker.compute.payload import Payload, weight_bytes
 from worker.data.dataset import open_dataset
 from worker.mesh.mesh import Mesh
 
-CPU = torch.device("cpu")
+HOST = torch.device("cpu")
+"""Where a worker with several devices has what it holds; these compute."""
 GENERATION = Generation(1)
 ATTEMPT = Attempt(epoch=Epoch(1), generation=GENERATION, number=0)
 
@@ -226,7 +229,8 @@ class Bench:
         self, worker: WorkerId, job: JobSpec, arrangement: Arrangement, mesh: Mesh | None = None
     ) -> None:
         self.worker = worker
-        self.compute = Compute(CPU)
+        device = DEVICE if mesh is None else HOST
+        self.compute = Compute(device)
         self.desk = Desk[Payload](worker, BoundaryLog(), weigh=weight_bytes, release=())
         mine = {ref.stage for ref in arrangement.chunks if ref.worker == worker}
         origins = [
@@ -241,7 +245,7 @@ class Bench:
                 job=job,
                 worker=worker,
                 chunks={
-                    stage.index: Chunk.drawn(job, stage, version=Step(0), device=CPU, mesh=mesh)
+                    stage.index: Chunk.drawn(job, stage, version=Step(0), device=device, mesh=mesh)
                     for stage in arrangement.stages
                     if stage.index in mine
                 },
@@ -366,9 +370,14 @@ class Lab:
                     self._hand_over(worker, target, key, done.outputs[key])
                     waiting.append((target, machines[target].arrive(key)))
         assert len(votes) == len(machines)
-        assert len(set(votes)) == 1, votes
-        assert isinstance(votes[0], Joined)
-        return votes[0]
+        first, *others = votes
+        assert isinstance(first, Joined)
+        for other in others:
+            assert isinstance(other, Joined)
+            # As votes agree: devices of several kinds sum squares in orders of their own.
+            assert other == replace(first, squared_norm=other.squared_norm), votes
+            assert other.squared_norm == pytest.approx(first.squared_norm, rel=1e-12), votes
+        return first
 
     def step(self, step: int, *, decision: Decision = Decision.APPLY) -> StepRecord:
         """One step from data to update; what was decided."""

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar, cast
 
-import torch
 from grpc import aio
 
 from skein.protocol.messages.directives import Directive, Welcome
@@ -20,6 +19,7 @@ from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.extra import LogLine, LogLines
 from skein.wire.identity.callers import NamedCallers
 from skein.wire.v1 import control_pb2, control_pb2_grpc
+from tests.support.device import DEVICE
 from worker.inbox import WorkerInbox
 from worker.process import WorkerSetting, work
 
@@ -157,7 +157,7 @@ def setting(
         port=0,
         address_of=lambda bound: f"127.0.0.1:{bound}",
         credentials=credentials,
-        device=torch.device("cpu"),
+        device=DEVICE,
         memory_bytes=memory_bytes,
         metrics_host="127.0.0.1",
         metrics_port=None,

@@ -76,7 +76,7 @@ async def run(disk: Disk, job: ArrayJob, *, deaths: int = 0) -> Cluster:
 def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     for name, tensor in expected.items():
         # Batches of several products may sum in another order than one.
-        assert torch.allclose(found[name], tensor, rtol=1e-12, atol=1e-12), name
+        assert torch.allclose(found[name].cpu(), tensor.cpu(), rtol=1e-12, atol=1e-12), name
 
 
 async def test_rows_smooth_labels_as_each_trials_own_job_does() -> None:

@@ -16,8 +16,9 @@ from skein.protocol.messages.directives import Assign, ChunkAssignment, Neighbou
 from skein.protocol.messages.reports import Suspected, Trouble
 from skein.protocol.worker.worker_io import BuildFailed, Built
 from skein.types import Epoch, Generation, Precision, StageIndex, StageSpec, Step
+from tests.support.device import DEVICE
 from tests.worker.holders import JOB, Keeper, holding, keeping
-from tests.worker.lab import CPU, Lab, tiny_job
+from tests.worker.lab import Lab, tiny_job
 from tests.worker.test_copies import NoFiles
 from worker.chunks.build import Builder
 from worker.compute.averages import Side, averaged_state, names_wanted
@@ -33,7 +34,7 @@ WEIGHTS = 0.3, 1.7
 
 
 def state_of(job: JobSpec, stage: StageSpec, *, seed: int) -> Mapping[str, Tensor]:
-    drawn = Chunk.drawn(job.model_copy(update={"seed": seed}), stage, version=Step(3), device=CPU)
+    drawn = Chunk.drawn(job.model_copy(update={"seed": seed}), stage, version=Step(3), device=DEVICE)
     return drawn.copy_state()
 
 
@@ -55,7 +56,7 @@ def test_the_average_is_the_formula_and_the_optimizer_begins_anew(text: Path) ->
     job = tiny_job(text, stages=4)
     before, after = sides(job)
     state = averaged_state(job, LOST, (before, after))
-    fresh = Chunk.drawn(job, LOST, version=Step(3), device=CPU)
+    fresh = Chunk.drawn(job, LOST, version=Step(3), device=DEVICE)
     assert state.keys() == fresh.copy_state().keys()
     for name in fresh.params:
         ends = name.replace("layers.1", "layers.0"), name.replace("layers.1", "layers.2")
@@ -109,7 +110,7 @@ async def build(keeper: Keeper, job: JobSpec, source: StateSource, *givers: Keep
         donors=keeper.peers,
         copies=keeper.copies,
         files=NoFiles(),  # type: ignore[arg-type]
-        device=CPU,
+        device=DEVICE,
         memory_bytes=1 << 40,
     )
     assign = Assign(

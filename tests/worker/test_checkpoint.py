@@ -19,8 +19,9 @@ from skein.protocol.messages.directives import CheckpointFile
 from skein.protocol.worker.ops import SaveOp
 from skein.storage.places import ANYWHERE
 from skein.types import JobId, Layout, StageIndex, Step
+from tests.support.device import DEVICE
 from tests.support.extent import part
-from tests.worker.lab import CPU, GENERATION, Lab, tiny_job
+from tests.worker.lab import GENERATION, Lab, tiny_job
 from worker.chunks.checkpoint import UrlArchive, check_url, file_names, read_state, write_stage
 from worker.compute.chunk import Chunk
 from worker.compute.state import STEP, saved_names
@@ -133,7 +134,7 @@ def test_every_row_of_a_vocabulary_is_saved_once_and_found_by_any_other_cut(
     saved: list[StageFiles] = []
     state: dict[str, torch.Tensor] = {}
     for stage in cut_job(writer):
-        chunk = Chunk.drawn(writer, stage, version=Step(3), device=CPU)
+        chunk = Chunk.drawn(writer, stage, version=Step(3), device=DEVICE)
         params, others = chunk.copy_for_checkpoint()
         files = write_stage(stage.index, GENERATION, archive, params=params, state=others)
         saved.append(StageFiles(stage=stage.index, files=files))

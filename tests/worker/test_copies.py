@@ -25,8 +25,9 @@ from skein.protocol.worker.worker_io import (
 from skein.types import Epoch, Generation, JobId, StageIndex, Step, WorkerId
 from skein.wire.v1 import peer_pb2
 from tests.support import extent
+from tests.support.device import DEVICE
 from tests.worker.holders import JOB, Keeper, holding, keeping, prefetch_of, snapshot
-from tests.worker.lab import CPU, Lab, tiny_job
+from tests.worker.lab import Lab, tiny_job
 from worker.chunks import fetched
 from worker.chunks.build import Builder
 from worker.compute.state import STEP, state_sizes
@@ -360,7 +361,7 @@ async def build(
         donors=keeper.peers,
         copies=keeper.copies,
         files=NoFiles(),  # type: ignore[arg-type]
-        device=CPU,
+        device=DEVICE,
         memory_bytes=1 << 40,
     )
     source = StateSource(

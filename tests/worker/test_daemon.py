@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from client.local import free_port
 from skein.config.resources import Label
@@ -52,7 +53,6 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         (WorkerOptions(join="127.0.0.1:7100", advertise="[::1"), "advertise"),
         (WorkerOptions(join="127.0.0.1:7100", memory_bytes=0), "8GiB"),
         (WorkerOptions(join="127.0.0.1:7100", offers=("books",)), "books=/srv/books"),
-        (WorkerOptions(join="127.0.0.1:7100", device="cuda"), "GPU"),
         (WorkerOptions(join="127.0.0.1:7100", devices="cpu:2,cuda:0"), "must be alike"),
         (WorkerOptions(join="127.0.0.1:7100", devices="cuda:0,cuda:0"), "named twice"),
         (
@@ -71,6 +71,14 @@ async def test_a_wrong_option_is_one_line_and_exit_code_2(
 ) -> None:
     assert await run_worker(options) == USAGE
     assert part in one_line(capsys)
+
+
+async def test_a_gpu_that_torch_does_not_find_is_no_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert await run_worker(WorkerOptions(join="127.0.0.1:7100", device="cuda")) == USAGE
+    assert "torch finds no GPU" in one_line(capsys)
 
 
 @pytest.mark.parametrize(

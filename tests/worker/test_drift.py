@@ -1,7 +1,5 @@
 """Votes on exchanges that go on beside steps cover what replicates, as it was when they were taken."""
 
-import torch
-
 from skein.config.aggregation import DiLoCo
 from skein.config.job import JobSpec
 from skein.config.rule import Reach
@@ -11,6 +9,7 @@ from skein.plan.plan import Group
 from skein.protocol.messages.directives import ExchangeTerms
 from skein.protocol.worker.ops import JoinOp, PackOp
 from skein.types import ChunkRef, StageIndex, StageSpec, Step, WorkerId, parse_group
+from tests.support.device import DEVICE
 from tests.support.jobs import small_job
 from tests.support.reports import attempt
 from worker.compute.chunk import Chunk
@@ -41,7 +40,7 @@ def job() -> JobSpec:
 def vote(*, drifts_before: bool = False, changes_after: bool = False) -> str:
     """The digest that a member votes; what replicates may have drifted before, or change while steps go on."""
     stage = StageSpec(index=StageIndex(0), first=0, stop=1)
-    own = Chunk.drawn(job(), stage, version=Step(4), device=torch.device("cpu"))
+    own = Chunk.drawn(job(), stage, version=Step(4), device=DEVICE)
     exchanging = Exchanging(job(), WorkerId("a"), Gauges())
     momentum = next(iter(own.walker.state[MOMENTUM].values()))
     if drifts_before:

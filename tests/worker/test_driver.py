@@ -17,6 +17,7 @@ from skein.protocol.worker.worker import Worker
 from skein.protocol.worker.worker_io import Exit, ForgetJob, RunOp, WorkerCommand, WorkerEvent
 from skein.storage.places import ANYWHERE
 from skein.types import Generation, JobId, StageIndex, Step
+from tests.support.device import DEVICE
 from worker.chunks.build import Builder, Files
 from worker.chunks.copies import ChunkCopies
 from worker.compute.ops import Done
@@ -86,7 +87,7 @@ async def driven(
             copies=cast(ChunkCopies, nothing),
             files=cast(Files, nothing),
             metrics=metrics,
-            measure=partial(measure_device, torch.device("cpu")),
+            measure=partial(measure_device, DEVICE),
             take_log_lines=tuple,
             on_generation=lambda _: None,
         )

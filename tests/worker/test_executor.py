@@ -32,9 +32,10 @@ from skein.types import (
     Step,
     WorkerId,
 )
+from tests.support.device import DEVICE
 from tests.support.extent import part
 from tests.support.skipping import run_skipping
-from tests.worker.lab import CPU, Lab, digits_job, sparse_job, tiny_job
+from tests.worker.lab import Lab, digits_job, sparse_job, tiny_job
 from worker.compute.batches import BatchReader, evaluation_positions
 from worker.compute.chunk import Chunk
 from worker.compute.ops import Compute, Done
@@ -111,7 +112,7 @@ class PlainTorch:
             sequence_tokens=job.data.sequence_tokens,
             seed=job.seed,
             precision=job.precision,
-            device=CPU,
+            device=torch.device("cpu"),
         )
         self.optimizer = torch_optimizer(job.optimizer, self.model.parameters())
         self.dataset = open_dataset(job.data, job.model, seed=job.seed)
@@ -167,7 +168,7 @@ def test_steps_equal_those_of_plain_torch(
         for replica in range(replicas):
             for name, param in lab.chunk(stage.index, replica).params.items():
                 # Adam divides by the root of a small second moment, which magnifies rounding about a hundredfold.
-                torch.testing.assert_close(param, wanted[name], rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(param.cpu(), wanted[name], rtol=1e-9, atol=1e-12)
 
 
 WAYS: dict[str, tuple[Layout, list[tuple[int, ...]]]] = {
@@ -362,7 +363,7 @@ def run(executor: Executor, op: Op) -> OpOutcome:
 def test_an_op_that_raises_is_reported_and_the_thread_works_on(text: Path, labs: list[Lab]) -> None:
     lab = Lab(tiny_job(text))
     labs.append(lab)
-    executor = Executor(Compute(CPU))
+    executor = Executor(Compute(DEVICE))
     executor.start()
     path = lab.arrangement.paths[0]
     forward = ForwardOp(phase=Phase.TRAIN, step=Step(0), microbatch=MicrobatchId(0), hop=0, path=path)
@@ -397,7 +398,7 @@ def test_unreadable_data_are_the_trouble_of_this_worker_alone(text: Path, labs: 
 
 
 def test_what_was_called_on_the_thread_raises_where_it_was_asked_for() -> None:
-    executor = Executor(Compute(CPU))
+    executor = Executor(Compute(DEVICE))
     executor.start()
 
     def refuse() -> None:
@@ -409,7 +410,7 @@ def test_what_was_called_on_the_thread_raises_where_it_was_asked_for() -> None:
 
 
 def test_what_fails_on_the_thread_with_nobody_waiting_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    executor = Executor(Compute(CPU))
+    executor = Executor(Compute(DEVICE))
     executor.start()
 
     def refuse() -> None:
@@ -433,7 +434,7 @@ def test_a_chunk_that_is_given_up_can_be_fetched_until_a_step_begins(text: Path,
     assert before.batches is not None
     given_up = before.chunks[StageIndex(0)]
     stage = StageSpec(index=StageIndex(0), first=0, stop=3)
-    chunk = Chunk.drawn(lab.job, stage, version=Step(0), device=CPU)
+    chunk = Chunk.drawn(lab.job, stage, version=Step(0), device=DEVICE)
     batches = BatchReader(before.batches.dataset, lab.job, [MicrobatchId(0)])
     bench.compute.hold(replace(before, chunks={stage.index: chunk}, batches=batches))
     assert bench.compute.chunk_of(before.job_id, given_up.stage, Step(0)) is given_up

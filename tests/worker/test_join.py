@@ -46,16 +46,19 @@ from skein.types import (
 )
 from skein.wire.channel import open_channel_to
 from skein.wire.credentials import NO_CREDENTIALS
+from tests.support.device import mesh_of
 from tests.support.plans import schedule
 from tests.worker.cluster import Disk, cluster
-from tests.worker.lab import Lab, tiny_job, write_text
+from tests.worker.lab import HOST, Lab, tiny_job, write_text
 from tests.worker.puppet import WELCOME, Session, puppet, running, setting
+from worker.process import WorkerSetting
 from worker.transport.peers import Peers
 from worker.transport.statistics import Statistics
 
 JOB, STAGE = JobId("tiny-1"), StageSpec(index=StageIndex(0), first=0, stop=6)
 GROUP = parse_group("s0")
 NUM_MICROBATCHES = 4
+PAIR = mesh_of(2)
 
 
 def member_of(session: Session) -> Member:
@@ -185,9 +188,14 @@ async def test_a_worker_that_joins_brings_its_chunk_along(
     assert [record.loss for record in found] == pytest.approx(losses, rel=1e-9)
 
 
+def on(worker: WorkerSetting, devices: tuple[str, ...]) -> WorkerSetting:
+    """The worker on these devices of a mesh, if there are any."""
+    return replace(worker, devices=devices, device=HOST) if devices else worker
+
+
 @pytest.mark.parametrize(
     ("holds", "joins"),
-    [((), ()), (("cpu", "cpu"), ()), ((), ("cpu", "cpu"))],
+    [((), ()), (PAIR, ()), ((), PAIR)],
     ids=["devices", "a device joins a mesh", "a mesh joins a device"],
 )
 async def test_a_newcomer_holds_what_training_has_made_of_the_state_meanwhile(
@@ -196,8 +204,8 @@ async def test_a_newcomer_holds_what_training_has_made_of_the_state_meanwhile(
     job = tiny_job(write_text(tmp_path), stages=1)
     async with (
         puppet() as (coordinator, port),
-        running(replace(setting(port), devices=holds)),
-        running(replace(setting(port, name="w1", incarnation="i1"), devices=joins)),
+        running(on(setting(port), holds)),
+        running(on(setting(port, name="w1", incarnation="i1"), joins)),
     ):
         sessions = {s.hello.worker: s for s in (await coordinator.session(), await coordinator.session())}
         holder, newcomer = sessions[WorkerId("w0")], sessions[WorkerId("w1")]

@@ -18,6 +18,7 @@ from skein.protocol.messages.directives import ExchangeTerms
 from skein.protocol.messages.tensors import Phase, ShardKind, ShardTensor
 from skein.protocol.worker.ops import JoinOp, LossOp, PackOp, SumOp
 from skein.types import ChunkRef, MicrobatchId, StageIndex, StageSpec, Step, WorkerId, parse_group
+from tests.support.device import DEVICE
 from tests.support.jobs import small_job
 from tests.support.reports import attempt
 from worker.bundle import Bundle, WireTensor
@@ -59,7 +60,7 @@ class Member:
         )
         job: JobSpec = small_job(stages=1).model_copy(update={"aggregation": rule})
         stage = StageSpec(index=STAGE, first=0, stop=len(job.layers))
-        self.chunk = Chunk.drawn(job, stage, version=STEP, device=torch.device("cpu"))
+        self.chunk = Chunk.drawn(job, stage, version=STEP, device=DEVICE)
         self.chunk.lay_out((), ME.worker)
         self.exchanging = Exchanging(job, ME.worker, Gauges())
         op = PackOp(
@@ -103,7 +104,7 @@ def test_a_stage_of_a_sparse_model_looks_at_how_many_tokens_are_valid() -> None:
     shape = MixtralShape(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
     job = small_job(stages=2).model_copy(update={"model": MixtralModel(shape=shape)})
     *_, last = cut_job(job)
-    chunk = Chunk.drawn(job, last, version=STEP, device=torch.device("cpu"))
+    chunk = Chunk.drawn(job, last, version=STEP, device=DEVICE)
     hops = tuple(ChunkRef(stage=StageIndex(i), worker=WorkerId(f"w{i}")) for i in range(last.index + 1))
     training = LossOp(
         phase=Phase.TRAIN,
@@ -199,7 +200,7 @@ def test_what_does_not_fit_an_exchange_is_its_senders_fault(rule: AggregationSpe
 def test_weights_that_do_not_fit_their_samples_are_refused() -> None:
     job = small_job(stages=2)
     last = cut_job(job)[-1]
-    chunk = Chunk.drawn(job, last, version=STEP, device=torch.device("cpu"))
+    chunk = Chunk.drawn(job, last, version=STEP, device=DEVICE)
     hops = tuple(ChunkRef(stage=StageIndex(i), worker=WorkerId(f"w{i}")) for i in range(last.index + 1))
     op = LossOp(
         phase=Phase.TRAIN, step=STEP, microbatch=MicrobatchId(0), hop=last.index, path=Path(hops=hops)
@@ -229,7 +230,7 @@ def test_shards_of_a_vocabulary_look_at_what_the_shard_before_passes_on() -> Non
     changed = small_job(stages=2).model_copy(update={"parallel": parallel, "model": LlamaModel(shape=shape)})
     job = JobSpec.model_validate(changed.model_dump(mode="json"))
     *_, last = cut_job(job)
-    chunk = Chunk.drawn(job, last, version=STEP, device=torch.device("cpu"))
+    chunk = Chunk.drawn(job, last, version=STEP, device=DEVICE)
     hops = tuple(ChunkRef(stage=StageIndex(i), worker=WorkerId(f"w{i}")) for i in range(last.index + 1))
     op = LossOp(
         phase=Phase.TRAIN,

@@ -1,13 +1,12 @@
 import math
 
-import torch
-
+from tests.support.device import DEVICE
 from worker.probe import measure_device, median_and_spread
 
 
 def test_a_device_measures_itself_in_positive_finite_numbers() -> None:
-    profile = measure_device(torch.device("cpu"), seconds=0.02)
-    assert profile.device == "cpu"
+    profile = measure_device(DEVICE, seconds=0.02)
+    assert profile.device == str(DEVICE)
     assert profile.device_name
     assert 0 < profile.flops_per_s < math.inf
     assert 0 <= profile.spread < math.inf

@@ -20,6 +20,7 @@ from skein.protocol.log.records import CoresetChosen, GenerationOpened
 from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.tensors import Phase
 from skein.types import JobState, Layout, MicrobatchId, Precision, Step
+from tests.support.device import DEVICE
 from tests.worker.cluster import Disk, cluster
 from tests.worker.lab import Lab, digits_job, tiny_job, write_text
 from worker.selection import traits
@@ -91,7 +92,8 @@ def test_distances_are_those_of_gradients_at_the_last_layer(
     module = whole.chunk(0).module
     batch = batches.dataset.row_batch(range(len(rows.ids)))
     gradients = []
-    for x, y in zip(torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels), strict=True):
+    inputs, labels = (torch.from_numpy(x).to(DEVICE) for x in (batch.inputs, batch.labels))
+    for x, y in zip(inputs, labels, strict=True):
         module.zero_grad()
         loss, _ = module.loss(x[None], y[None])
         torch.autograd.backward(loss)
@@ -102,7 +104,7 @@ def test_distances_are_those_of_gradients_at_the_last_layer(
     assert np.array_equal(rows.labels, batch.labels)
     found = rows.features.distances(np.arange(len(rows.ids)))
     # Squares cancel: a² + b² - 2ab in float64.
-    assert found == pytest.approx(expected.numpy(), abs=1e-6)
+    assert found == pytest.approx(expected.cpu().numpy(), abs=1e-6)
 
 
 async def test_a_job_draws_what_was_recorded_however_many_workers_and_whoever_dies(

@@ -15,7 +15,8 @@ from skein.errors import LocalError
 from skein.numeric.aggregate.all_reduce import AllReduceRule
 from skein.numeric.walker import Slot, StateClass, Tensors, Walker
 from skein.types import StageIndex, StageSpec, Step
-from tests.worker.lab import CPU, tiny_job
+from tests.support.device import DEVICE
+from tests.worker.lab import tiny_job
 from tests.worker.test_operands import RULES
 from worker.compute.chunk import Chunk
 from worker.compute.state import STEP, by_name, copied, named_tensors, saved, state_sizes, walker_from
@@ -83,7 +84,7 @@ def odd_chunk(text: Path) -> Chunk:
         sequence_tokens=job.data.sequence_tokens,
         seed=job.seed,
         precision=job.precision,
-        device=CPU,
+        device=DEVICE,
     )
     return Chunk(module, RULE, version=Step(0))
 
@@ -155,7 +156,7 @@ def test_a_tensor_of_another_shape_is_refused(text: Path) -> None:
 @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
 def test_names_and_sizes_of_state_are_known_without_any(rule: AggregationSpec, tmp_path: Path) -> None:
     job = tiny_job(tmp_path).model_copy(update={"aggregation": rule})
-    chunk = Chunk.drawn(job, StageSpec(index=StageIndex(1), first=1, stop=3), version=Step(0), device=CPU)
+    chunk = Chunk.drawn(job, StageSpec(index=StageIndex(1), first=1, stop=3), version=Step(0), device=DEVICE)
     state = chunk.state()
     assert state_sizes(job, chunk.stage) == {name: tensor.nbytes for name, tensor in state.items()}
 

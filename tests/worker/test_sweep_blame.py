@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from skein.config.job import JobSpec
 from skein.protocol.log.records import Incident
 from skein.types import JobState
-from tests.support.turns import until
 from tests.worker.cluster import Disk, cluster
 from tests.worker.test_packing_anew import (
     arrays_of,
@@ -65,8 +64,8 @@ async def test_an_array_whose_rows_all_diverge_at_once_goes_on_at_another_worker
     async with cluster(disk) as here:
         here.submit(job)
         async with here.workers("w0"):
-            # For whoever came before, the array would be parted on a busy machine before it is spoilt.
-            await until(lambda: rot.num_blocks > 1)
+            # For whoever came before, the array would be parted before it is spoilt: samples are read ahead.
+            await here.first(Incident)
             async with here.workers("w1"):
                 assert await ended(here) is JobState.FINISHED
     assert not any(stand.failure for stand, _ in outcomes(disk))

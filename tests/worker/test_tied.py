@@ -11,7 +11,8 @@ from torch import Tensor
 from skein.plan.load import spared_bytes, stage_loads, together_bytes
 from skein.protocol.messages.tensors import Phase
 from skein.types import Precision, Step, WorkerId
-from tests.worker.lab import CPU, Bench, Lab, tiny_job
+from tests.support.device import DEVICE
+from tests.worker.lab import Bench, Lab, tiny_job
 from worker.compute.chunk import Chunk
 
 TIED = "model.embed_tokens.weight"
@@ -68,7 +69,7 @@ def test_a_worker_with_both_ends_takes_as_much_less_as_the_planner_counts(
 
 def moved(chunk: Chunk, lab: Lab) -> Chunk:
     """The chunk as it is on a worker that has fetched it."""
-    other = Chunk.drawn(lab.job, chunk.stage, version=chunk.version, device=CPU)
+    other = Chunk.drawn(lab.job, chunk.stage, version=chunk.version, device=DEVICE)
     other.load_state(chunk.copy_state(), version=chunk.version)
     return other
 

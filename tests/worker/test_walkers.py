@@ -42,8 +42,9 @@ from skein.types import (
     parse_group,
 )
 from skein.wire.extra import ManifestReply
+from tests.support.device import DEVICE
 from tests.worker.holders import JOB, Keeper, keeping
-from tests.worker.lab import CPU, GENERATION, tiny_job
+from tests.worker.lab import GENERATION, tiny_job
 from worker.chunks.build import Builder
 from worker.chunks.checkpoint import UrlArchive, read_state, write_stage
 from worker.compute.chunk import Chunk
@@ -71,7 +72,7 @@ def job_of(name: str, text: Path) -> JobSpec:
 
 def drawn(job: JobSpec, number: int) -> Chunk:
     """A walker as if after updates of its own: no two tensors of any two are equal."""
-    chunk = Chunk.drawn(job, STAGE, version=VERSION, device=CPU)
+    chunk = Chunk.drawn(job, STAGE, version=VERSION, device=DEVICE)
     luck = torch.Generator().manual_seed(number)
     with torch.no_grad():
         for tensors in (chunk.walker.params, *chunk.walker.state.values()):
@@ -151,7 +152,7 @@ async def _ended(
         donors=keeper.peers,
         copies=keeper.copies,
         files=kept,
-        device=CPU,
+        device=DEVICE,
         memory_bytes=1 << 40,
         outside=outside,
     )
@@ -180,7 +181,7 @@ async def _ended(
 
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert [name for name in found if not torch.equal(found[name].cpu(), expected[name].cpu())] == []
 
 
 def own_slots(chunk: Chunk) -> list[str]:

@@ -11,6 +11,7 @@ from skein.model.sparse.experts import ExpertPlacement
 from skein.model.sparse.routing import RoutingSpec
 from skein.plan.pieces.lanes import Pieces
 from skein.types import Layout
+from tests.support.device import mesh_of
 from tests.worker.lab import Lab, sparse_job, tiny_job
 from tests.worker.mesh.test_stage import counted
 from worker.mesh.mesh import Mesh
@@ -21,7 +22,7 @@ NUM_STEPS = 4
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Mesh]:
-    mesh = Mesh(["cpu"] * 2)
+    mesh = Mesh(mesh_of(2))
     yield mesh
     mesh.close()
 

@@ -19,7 +19,7 @@ from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.plan.plan import Group
 from skein.types import ChunkRef, Own, Precision, StageIndex, StageSpec, Step, WorkerId
 from tests.support.hands import record
-from tests.worker.lab import CPU
+from tests.worker.lab import HOST
 from tests.worker.model.builders import LUCK, MODELS, NUM_TOKENS, assert_near, part, samples, whole
 from tests.worker.sweep.trials import array_of
 from worker.compute.chunk import Chunk
@@ -335,7 +335,7 @@ def test_rows_of_an_array_are_computed_without_the_mesh_and_that_is_said(
 ) -> None:
     stage = StageSpec(index=StageIndex(0), first=0, stop=2)
     with caplog.at_level("WARNING", logger="worker.sweep.drawing"):
-        chunk = drawn_chunk(array_of(0, 1), stage, version=Step(0), device=CPU, mesh=four)
+        chunk = drawn_chunk(array_of(0, 1), stage, version=Step(0), device=HOST, mesh=four)
     assert isinstance(chunk, ArrayChunk)
     assert [x.getMessage() for x in caplog.records] == [
         "rows of an array are computed on cpu alone: 4 devices rest"

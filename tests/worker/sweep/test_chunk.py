@@ -27,8 +27,9 @@ from skein.protocol.messages.progress import ResumedChunk
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.worker.ops import ApplyOp, Joined, JoinOp, Loss, LossOp
 from skein.types import ChunkRef, JobId, MicrobatchId, Own, Precision, StageIndex, StageSpec, Step, WorkerId
+from tests.support.device import DEVICE
 from tests.support.hands import record
-from tests.worker.lab import ATTEMPT, CPU
+from tests.worker.lab import ATTEMPT
 from tests.worker.sweep.trials import NUM_STEPS, array_of, trial
 from worker.compute.batches import BatchReader
 from worker.compute.holding import Holding
@@ -50,7 +51,7 @@ class Held:
 
     def __init__(self, job: ArrayJob) -> None:
         self.job = job
-        self.chunk = ArrayChunk.drawn_rows(job, STAGE, version=Step(0), device=CPU)
+        self.chunk = ArrayChunk.drawn_rows(job, STAGE, version=Step(0), device=DEVICE)
         self.batches = BatchReader(
             open_dataset(job.data, job.model, seed=job.seed),
             job,
@@ -267,7 +268,7 @@ def test_rows_with_their_fates_go_on_from_what_was_saved() -> None:
     back = Held(wild(2)).chunk.copy_state()
     moved.chunk.load_state(back, version=Step(0))
     assert moved.chunk.held.going() == [0, 1, 2, 3]
-    assert all(torch.equal(x, back[name]) for name, x in moved.chunk.state().items())
+    assert all(torch.equal(x.cpu(), back[name].cpu()) for name, x in moved.chunk.state().items())
     lacking = {name: x for name, x in held.chunk.held.state_of(0).items() if name != STEP}
     with pytest.raises(LocalError, match=f"row 0: {STEP} should be"):
         other.chunk.load_row(0, lacking)
@@ -322,7 +323,8 @@ def test_rows_of_a_coreset_weigh_their_samples_as_a_trials_own_job(kind: PassKin
     batch = open_dataset(alone.data, alone.model, seed=alone.seed, batch=alone.batch).train_batch(range(16))
     assert batch.weights is not None
     module = Held(array_of(0)).chunk.module
-    loss, num_valid = module.loss(*map(torch.from_numpy, (batch.inputs, batch.labels, batch.weights)))
+    samples = (torch.from_numpy(x).to(DEVICE) for x in (batch.inputs, batch.labels, batch.weights))
+    loss, num_valid = module.loss(*samples)
     assert first.loss == pytest.approx(loss.item() / num_valid, rel=1e-12)
 
 
@@ -330,7 +332,7 @@ def test_rows_of_a_coreset_weigh_their_samples_as_a_trials_own_job(kind: PassKin
 def test_a_worker_that_is_fenced_goes_on_in_the_midst_of_a_round(ledger: tuple[int, ...]) -> None:
     calm, held = Held(array_of(0, 1)), Held(array_of(0, 1))
     calm.local_steps(0, 1, 2, 3)
-    compute = Compute(CPU)
+    compute = Compute(DEVICE)
     holding = Holding(
         job_id=JobId("j1"),
         job=held.job,
