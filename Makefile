@@ -70,8 +70,9 @@ matrix: setup ## tests of long matrices (shapes, strikes, moments, rules, seeds)
 	SKEIN_MATRIX=entire $(TEST_ENV) $(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
 
 gpu: setup ## tests of workers on the machine's GPUs
-	SKEIN_TEST_DEVICE=cuda:0 $(TEST_ENV) $(BIN)/python -m pytest tests/worker -n 4 -m 'not long' $(PYTEST_ARGS)
 	SKEIN_TEST_DEVICE=cuda:0 $(TEST_ENV) $(BIN)/python -m pytest tests/worker/on_gpu.py $(PYTEST_ARGS)
+	SKEIN_TEST_DEVICE=cuda:0 $(TEST_ENV) $(BIN)/python -m pytest tests/e2e/test_parity.py -m 'not long' $(PYTEST_ARGS)
+	SKEIN_TEST_DEVICE=cuda:0 $(TEST_ENV) $(BIN)/python -m pytest tests/worker -n 4 -m 'not long' $(PYTEST_ARGS)
 
 choices: setup ## 300 drawn fleets: no plan slower than the best order that is known
 	SKEIN_MATRIX=entire $(TEST_ENV) $(BIN)/python -m pytest tests/plan/test_starts.py $(PYTEST_ARGS)

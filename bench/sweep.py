@@ -219,7 +219,9 @@ def _best_loop(stages: Sequence[Stage]) -> Callable[[Tensor, Tensor], list[float
 
 
 def _seconds(way: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one step: of this process's CPU time, for beside other programs a wall clock tells of them."""
+    """Seconds of one step: of this process's CPU time, for beside other programs a clock tells of them; on a GPU, of
+    the clock until it has done everything.
+    """
     if device.type == "cpu":
         began = time.process_time()
         way()

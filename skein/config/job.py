@@ -156,7 +156,10 @@ class BudgetSpec(Spec):
 
 
 class EvaluationSpec(Spec):
-    """Loss on validation data, every so many steps; 0: only after the last step."""
+    """Loss on validation data, every so many steps; 0: only after the last step.
+
+    Of the samples whole microbatches count; of a sweep's trials, which are compared, all do.
+    """
 
     every_steps: Annotated[int, Field(ge=0)] = 100
     samples: Annotated[int, Field(ge=1, le=1_000_000)] = 64

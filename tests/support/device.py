@@ -11,4 +11,5 @@ def mesh_of(num_devices: int) -> tuple[str, ...]:
     """Devices of a mesh: GPUs in turn, so that where there are fewer some have several processes."""
     if DEVICE.type == "cpu":
         return ("cpu",) * num_devices
+    assert torch.cuda.is_available(), "SKEIN_TEST_DEVICE: torch finds no GPU"
     return tuple(f"cuda:{index % torch.cuda.device_count()}" for index in range(num_devices))

@@ -9,10 +9,12 @@ from itertools import product
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
 from bench.reference import torch_optimizer
+from skein.config.job import EvaluationSpec
 from skein.data.cursor import positions_of
 from skein.errors import UserError
 from skein.model.sparse.routing import RoutingSpec
@@ -466,3 +468,15 @@ def test_batches_are_read_ahead_in_the_order_in_which_they_begin(text: Path, lab
     batches.close()
     # Each once: what was read ahead is what was asked for next. One more may have begun before the end.
     assert asked[:3] == [positions_of(step, m, lab.job.batch)[0] for step, m in begin]
+
+
+def test_the_last_samples_to_evaluate_are_those_that_there_are(text: Path) -> None:
+    job = tiny_job(text, stages=1)
+    dataset = open_dataset(job.data, job.model, seed=job.seed)
+    num_samples, size = dataset.num_validation_samples, job.batch.microbatch_samples
+    asked = EvaluationSpec(samples=num_samples + 5 * size)
+    batches = BatchReader(dataset, job.model_copy(update={"evaluation": asked}), [MicrobatchId(0)])
+    numbers = range(-(-num_samples // size))
+    read = [batches.batch(Phase.EVALUATE, Step(0), MicrobatchId(number)).inputs for number in numbers]
+    assert np.array_equal(np.concatenate(read), dataset.validation_batch(range(num_samples)).inputs)
+    batches.close()

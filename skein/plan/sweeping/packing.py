@@ -24,7 +24,7 @@ ROUND_S = 2.0
 """Seconds that a round is to take where little is saved at its end: a commit costs nothing then, and a death little."""
 _MOST_ROUND_S = 8.0
 _SAVED_BYTES_PER_S = 2_000_000
-"""Bytes of state for which a round lasts a second: one of its checkpoint costs the coordinator 5 ns, so 1 % of it."""
+"""Bytes of state, as of AdamW, for which a round lasts a second: one that is saved costs the coordinator some 5 ns."""
 _MOST_ROUND_STEPS = 1024
 _LEAST_LAYER_S = 1e-4
 """Seconds that a layer of a row takes, forward and back, however small it is."""
@@ -175,16 +175,16 @@ def round_seconds(job: JobSpec, *, num_rows: int) -> float:
     return min(_MOST_ROUND_S, max(ROUND_S, num_rows * load.state_bytes / _SAVED_BYTES_PER_S))
 
 
-def round_steps(job: JobSpec, *, num_rows: int, num_steps: int, row_s: float) -> int:
-    """Steps of each row in a round that takes about as long as it is to.
+def round_steps(job: JobSpec, *, num_rows: int, num_saved: int, num_steps: int, row_s: float) -> int:
+    """Steps of each row in a round that takes about as long as `round_seconds`.
 
     Args:
         job: what one of the rows would be alone.
-        num_rows: of the array.
+        num_rows: that make them.
+        num_saved: of the array, those that make none any more among them.
         num_steps: that it is to make.
         row_s: seconds of a row's step, beside so many others.
     """
     most = min(_MOST_ROUND_STEPS, num_steps, 1_000_000 // job.batch.samples)
-    return max(
-        1, min(most, round(round_seconds(job, num_rows=num_rows) / max(num_rows * row_s, _LEAST_STEP_S)))
-    )
+    steps = round(round_seconds(job, num_rows=num_saved) / max(num_rows * row_s, _LEAST_STEP_S))
+    return max(1, min(most, steps))

@@ -4,6 +4,7 @@ import pytest
 
 from skein.config.load import parse_job
 from skein.config.sweep.trials import SweepTrial, trials_of
+from skein.model.families.mlp import MlpModel
 from skein.plan.sweeping.packing import alike, packed, parting, round_steps, why_alone
 from tests.support.sweeps import RATES
 
@@ -77,4 +78,15 @@ def test_arrays_are_as_equal_as_can_be_and_keep_all_workers_busy() -> None:
 @pytest.mark.parametrize("row_s", [0.0, 5e-324, 1e-310, 1e9])
 def test_a_round_has_some_steps_whatever_a_worker_tells_of_one(row_s: float) -> None:
     job = trials("seed: [1, 2]")[0].job
-    assert 1 <= round_steps(job, num_rows=2, num_steps=20, row_s=row_s) <= 20
+    assert 1 <= round_steps(job, num_rows=2, num_saved=2, num_steps=20, row_s=row_s) <= 20
+
+
+def test_a_round_is_as_long_as_before_once_rows_that_are_saved_make_no_more_steps() -> None:
+    model = MlpModel(family="mlp", widths=(384, 384))
+    job = trials("seed: [1, 2]")[0].job.model_copy(update={"model": model})
+    # A step of few rows takes as long as one of all.
+    steps = [
+        round_steps(job, num_rows=going, num_saved=8, num_steps=20_000, row_s=0.02 / going)
+        for going in (8, 1)
+    ]
+    assert steps == [400, 400]

@@ -16,7 +16,7 @@ from typing import cast
 import psutil
 import pytest
 import torch
-from torch.distributed import Work
+from torch.distributed import DistBackendError, Work
 
 from skein.config.mesh.tensor import MeshForm
 from tests.support.device import mesh_of
@@ -25,7 +25,7 @@ from tests.worker.model.builders import MODELS, NUM_TOKENS, part
 from worker.compute.payload import GRADIENT, HIDDEN
 from worker.mesh.device import DeviceShare
 from worker.mesh.frames import DeviceAnswer, DeviceLink, DropAsk, ReturnAsk, StageAsk, VisitAsk
-from worker.mesh.groups import DeviceGroup, GroupBackend
+from worker.mesh.groups import DeviceGroup, GroupBackend, SumBrokenError
 from worker.mesh.mesh import Mesh
 from worker.mesh.processes import MeshLostError
 from worker.mesh.stage import MeshStage
@@ -162,12 +162,22 @@ def test_a_worker_that_is_turned_away_while_a_device_owes_an_answer_has_lost_tha
         mesh.close()
 
 
-def test_a_device_whose_memory_is_full_amid_a_sum_is_no_device_that_lost_the_others() -> None:
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (DistBackendError("NCCL error: Cuda failure 2 'out of memory'"), DistBackendError),
+        (DistBackendError("NCCL error: remote process exited"), SumBrokenError),
+    ],
+)
+def test_a_device_whose_memory_is_full_amid_a_sum_is_no_device_that_lost_the_others(
+    error: Exception, expected: type[Exception]
+) -> None:
     def full(_tensors: list[torch.Tensor]) -> Work:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     backend = cast(GroupBackend, SimpleNamespace(allreduce=full))
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(expected):
         DeviceGroup(backend, 0, 2, CollectiveCount()).sum_in_place(torch.zeros(1))
 
 

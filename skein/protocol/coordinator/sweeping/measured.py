@@ -57,7 +57,13 @@ def is_off(array: JobHistory, stand: TrialStand) -> bool:
     left = spec.array.last_step - stand.num_steps
     if left <= 0:
         return False
-    wanted = round_steps(stand.trial.job, num_rows=_num_going(array), num_steps=left, row_s=row_s)
+    wanted = round_steps(
+        stand.trial.job,
+        num_rows=_num_going(array),
+        num_saved=len(spec.rows),
+        num_steps=left,
+        row_s=row_s,
+    )
     if wanted > MOST_OFF * spec.round_steps:
         return ceil(left / spec.round_steps) >= _MANY_ROUNDS
     return MOST_OFF * wanted < spec.round_steps and ceil(left / wanted) >= LEAST_ROUNDS

@@ -223,7 +223,10 @@ class Sweeps:
         measured = measured_row_s(sweep, parting(trial), self._out.history)
         speeds = [entry.hello.profile.flops_per_s for entry in self._workers(sweep)]
         row_s = measured or row_seconds(trial.job, flops_per_s=max(speeds))
-        steps = round_steps(trial.job, num_rows=len(stands), num_steps=num_steps, row_s=row_s)
+        num_rows = len(stands)
+        steps = round_steps(
+            trial.job, num_rows=num_rows, num_saved=num_rows, num_steps=num_steps, row_s=row_s
+        )
         return steps if measured else min(steps, unmeasured_steps(num_steps))
 
     def _fits(self, sweep: JobHistory, stand: TrialStand, spec: JobSpec) -> bool:

@@ -24,7 +24,7 @@ class Evaluation(RunPart):
         is_news = num_validation_samples != self.num_validation_samples or self._job.version == 0
         self.num_validation_samples = num_validation_samples
         if is_news and not self._available():
-            wanted = self._job.spec.batch.microbatch_samples
+            wanted = 1 if self._takes_all else self._job.spec.batch.microbatch_samples
             self._log(
                 f"is not evaluated: {num_validation_samples} validation samples are fewer than "
                 f"one microbatch of {wanted}; raise data.validation_ratio or evaluation.samples"
@@ -68,6 +68,12 @@ class Evaluation(RunPart):
         spec = self._job.spec
         num_samples = min(spec.evaluation.samples, self.num_validation_samples)
         size = spec.batch.microbatch_samples
-        # Trials of a sweep are compared, and microbatches of their arrays are whole batches of theirs: so all samples
-        # count for each of them, in an array and alone; the last microbatch is short.
-        return num_samples // size if self._job.sweep is None else -(-num_samples // size)
+        return -(-num_samples // size) if self._takes_all else num_samples // size
+
+    @property
+    def _takes_all(self) -> bool:
+        """Whether all samples count, the last microbatch being short, and not whole microbatches alone.
+
+        Trials of a sweep are compared, in arrays, whose microbatches are whole batches of theirs, and alone.
+        """
+        return self._job.sweep is not None
