@@ -473,10 +473,11 @@ def test_batches_are_read_ahead_in_the_order_in_which_they_begin(text: Path, lab
 def test_the_last_samples_to_evaluate_are_those_that_there_are(text: Path) -> None:
     job = tiny_job(text, stages=1)
     dataset = open_dataset(job.data, job.model, seed=job.seed)
-    num_samples, size = dataset.num_validation_samples, job.batch.microbatch_samples
-    asked = EvaluationSpec(samples=num_samples + 5 * size)
-    batches = BatchReader(dataset, job.model_copy(update={"evaluation": asked}), [MicrobatchId(0)])
-    numbers = range(-(-num_samples // size))
-    read = [batches.batch(Phase.EVALUATE, Step(0), MicrobatchId(number)).inputs for number in numbers]
+    num_samples = dataset.num_validation_samples
+    # Two microbatches, the last one short.
+    batch = job.batch.model_copy(update={"microbatch_samples": num_samples // 2 + 1})
+    asked = EvaluationSpec(samples=2 * num_samples)
+    batches = BatchReader(dataset, job.model_copy(update={"batch": batch, "evaluation": asked}), ())
+    read = [batches.batch(Phase.EVALUATE, Step(0), MicrobatchId(number)).inputs for number in range(2)]
     assert np.array_equal(np.concatenate(read), dataset.validation_batch(range(num_samples)).inputs)
     batches.close()
