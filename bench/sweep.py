@@ -43,6 +43,7 @@ from skein.protocol.messages.array_rounds import PassKind
 from skein.types import Precision
 from worker.model.base import parameter_dtype
 from worker.model.stage import Stage
+from worker.probe import synchronize
 from worker.sweep.array import RowArray, RowSettings
 from worker.sweep.choosing import MIN_SPEEDUP, choose_pass
 
@@ -141,7 +142,7 @@ def _auto(case: Case, *, is_declined: bool) -> Iterator[Row]:
     stages = [case.stage(seed, Precision.FP32) for seed in range(8)]
     looped = RowArray.of(stages, settings, PassKind.LOOPED)
     batch = together(case, range(8), 0, torch.float32)
-    clock = time.perf_counter if case.device.type == "cuda" else time.process_time
+    clock = _clock(case.device)
     began = clock()
     choice = choose_pass(stages[0], looped.rows, batch, clock=clock)
     probe_s = clock() - began
@@ -222,15 +223,15 @@ def _seconds(way: Callable[[], object], device: torch.device) -> float:
     """Seconds of one step: of this process's CPU time, for beside other programs a clock tells of them; on a GPU, of
     the clock until it has done everything.
     """
-    if device.type == "cpu":
-        began = time.process_time()
-        way()
-        return time.process_time() - began
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
+    clock = _clock(device)
+    began = clock()
     way()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - began
+    synchronize(device)
+    return clock() - began
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    return time.process_time if device.type == "cpu" else time.perf_counter
 
 
 def main() -> int:

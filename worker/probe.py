@@ -57,7 +57,7 @@ def _rates(device: torch.device, seconds: float) -> list[float]:
     def product_s() -> float:
         began_s = time.perf_counter()
         torch.mm(a_MK, b_KN, out=out_MN)
-        _synchronize(device)
+        synchronize(device)
         return time.perf_counter() - began_s
 
     product_s()  # the first one also starts threads and loads kernels
@@ -72,7 +72,8 @@ def _median_s(product_s: Callable[[], float], seconds: float) -> float:
     return max(median(found), 1e-9)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was asked to; processors have when they answer."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

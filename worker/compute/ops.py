@@ -76,6 +76,7 @@ from worker.compute.snapshots import Snapshots
 from worker.compute.state import Saved
 from worker.compute.visits.left import Left
 from worker.compute.visits.visiting import Added, Outputs, Visiting
+from worker.probe import synchronize
 from worker.selection.traits import Traits
 from worker.telling.aggregating import Gauges
 
@@ -112,8 +113,7 @@ class Compute:
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was asked to."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     # --- what is held ---
 

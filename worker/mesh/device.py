@@ -49,7 +49,7 @@ from worker.model.base import Crossing, Stage, parameter_dtype
 from worker.model.pending import Pending, add_up
 from worker.model.sparse.layer import SparseMlp
 from worker.model.stage import empty_stage
-from worker.probe import measure_device
+from worker.probe import measure_device, synchronize
 
 _NUM_TIMES = 3
 
@@ -101,8 +101,7 @@ class DeviceShare:
     def carry_out(self, asked: Asked | DeviceAnswer, tensors: Mapping[str, Tensor]) -> Answered:
         """Do what is asked; the answer, and tensors with it."""
         answer, given = self._do(asked, tensors)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         collectives, elements = self._traffic.taken()
         counted = {
             "collectives": collectives,
@@ -270,8 +269,7 @@ class DeviceShare:
         self._traffic.waited_s = 0.0
 
     def _now_s(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter()
 
     def _return(self, asked: ReturnAsk, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

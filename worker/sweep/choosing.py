@@ -17,6 +17,7 @@ from skein.protocol.messages.array_rounds import PassKind
 from skein.types import Precision
 from skein.units import format_bytes
 from worker.model.base import Stage
+from worker.probe import synchronize
 from worker.sweep.memory import RowMemory, measured_memory
 from worker.sweep.passes import Pass, RowBatch, make_pass
 
@@ -162,8 +163,7 @@ def _seconds(
             began = clock()
             made.clear()
             made.run(*batch)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             if number >= _NUM_WARM:
                 times.append(clock() - began)
     return [median(times) for times in took]

@@ -21,6 +21,7 @@ from skein.protocol.messages.array_rounds import (
     RowNumbers,
 )
 from worker.model.base import Stage
+from worker.probe import synchronize
 from worker.sweep.array import RowArray, RowStep
 from worker.sweep.blame import check_device, check_samples
 from worker.sweep.choosing import PassChoice, PassChoices
@@ -88,8 +89,7 @@ class RowRound:
     def _paced(self, num_made: int, began_s: float) -> float:
         """Seconds of a local step so far, by the ops of the round; the first, a cold one, only if there is no other."""
         if num_made:
-            if self._held.device.type == "cuda":
-                torch.cuda.synchronize(self._held.device)
+            synchronize(self._held.device)
             self._took_s.append((time.perf_counter() - began_s) / num_made)
         return median(self._took_s[1:] or self._took_s or [0.0])
 

@@ -30,6 +30,7 @@ from worker.model.sparse.junction import Junction
 from worker.model.sparse.routers import ROUTES, ExpertWay, MixedWay, Routed, gate_of
 from worker.model.sparse.rows import combine, dispatch, grouped
 from worker.model.sparse.spread import SpreadRows, spread, timed_rows
+from worker.probe import synchronize
 
 
 class SparseMlp(nn.Module):
@@ -73,8 +74,7 @@ class SparseMlp(nn.Module):
         """Seconds of exchanges and of this device's experts, on so many rows."""
 
         def clock() -> float:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             return time.perf_counter()
 
         weights = (*self._gates, *self._ups, *self._downs)
