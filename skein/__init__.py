@@ -2,5 +2,5 @@
 
 __version__ = "0.1.0"
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Raised when a worker of one release can no longer speak to a coordinator of another."""

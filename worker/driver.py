@@ -183,6 +183,10 @@ class WorkerDriver:
                 self._begin(self._look_at(command.peers))
             case io.ForgetJob():
                 self._forget_job()
+            case io.DialAgain():
+                if command.is_news:
+                    _log.warning(command.reason)
+                self._control.dial_again(command.after_s)
             case io.Exit():
                 self._exit = command
             case _:

@@ -367,6 +367,11 @@ def _clock(world: World, fault: Fault) -> None:
     _coordinator(world, fault)
 
 
+def _misplaced(world: World, fault: Fault) -> None:
+    """The coordinator starts on an empty state directory, and a while later on its own again."""
+    world.misplace_log(3 * fault.seconds)
+
+
 FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "kill": _kill,
     "restart": lambda world, fault: world.restart_worker(fault.worker),
@@ -404,6 +409,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "torn": _torn,
     "disk": lambda world, fault: world.fill_disk(fault.seconds),
     "clock": _clock,
+    "misplaced": _misplaced,
     "pause": _pause,
 }
 """By name."""

@@ -415,6 +415,8 @@ class World(SimService):
                 worker.is_to_forget = worker.is_busy
                 if not worker.is_busy:
                     worker.executor.forget()
+            case io.DialAgain():
+                self._streams.dial_again(worker, command.after_s)
             case io.Exit():
                 self.lines.append(f"{self.clock.now:.3f} {name} exits: {command.reason}")
                 loss = None if command.is_clean else self.meshes.loss_of_turned_away(worker)

@@ -334,7 +334,7 @@ async def test_a_worker_that_knows_more_than_the_log_ends_the_coordinator_in_one
         await worker.say(replace(hello(), epoch=Epoch(1), position=known))
         refused = await worker.hear()
         assert isinstance(refused, Refused)
-        assert "start the worker again" in refused.reason
+        assert "whose loss was accepted" in refused.reason
     await running.stop()
 
 

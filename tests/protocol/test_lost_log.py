@@ -1,23 +1,27 @@
 """A worker that has heard of more than the run log has: the log has lost its end, or it is another one."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from skein.protocol.coordinator.coordinator_io import Halt, Log
 from skein.protocol.log.history import History
-from skein.protocol.log.records import EpochOpened, JobSubmitted, Record
-from skein.protocol.messages.directives import Commit, NewGeneration, Refused, Welcome
+from skein.protocol.log.records import EpochOpened, JobSubmitted, Record, RolledBack
+from skein.protocol.messages.directives import Commit, NewGeneration, OtherLog, Refused, Welcome
 from skein.protocol.messages.positions import LogPosition, is_signed, signed
 from skein.protocol.messages.reports import Hello
-from skein.protocol.worker.worker_io import StreamLost, StreamOpened
+from skein.protocol.worker.worker_io import DialAgain, ForgetJob, StreamLost, StreamOpened
+from skein.sim.scenario import disturbed, judge
+from skein.sim.shapes import shape_of
 from skein.types import Epoch, Generation, JobId
 from tests.support.desk import DESK_KEY, Desk
-from tests.support.hands import Hand, record
+from tests.support.hands import JOB, Hand, record
 from tests.support.jobs import small_job
 from tests.support.reports import hello
 from tests.support.runs import PLAN, began
 from tests.support.stages import only
+from tests.support.worlds import of_kind
 
 SPEC = small_job().canonical_json()
 
@@ -97,7 +101,8 @@ def test_once_a_loss_is_accepted_or_in_another_log_the_worker_is_refused_instead
     desk = Desk(log)
     join_knowing(desk, sign(knows(3, 2.0, 7)))
     assert desk.found(Halt) == []
-    assert "knows entry 7 of epoch 3, which is not in the run log" in desk.told(Refused)["w2"].reason
+    why = "whose loss was accepted" if origin_s == 1.0 else "which is not in the run log"
+    assert f"knows entry 7 of epoch 3, {why}" in desk.told(Refused)["w2"].reason
 
 
 def test_a_worker_that_followed_this_log_from_before_the_accepted_loss_is_welcome() -> None:
@@ -162,3 +167,98 @@ def test_every_position_that_is_told_is_signed() -> None:
     told.append(desk.told(Welcome)["w9"].position)
     assert all(position is not None and is_signed(position, DESK_KEY) for position in told)
     assert len({position.entry for position in told if position is not None}) > 1
+
+
+# --- a coordinator on the wrong state directory ---
+
+
+def test_a_worker_that_knows_another_log_may_ask_again_and_is_logged_once() -> None:
+    desk = Desk([opened(1, 100.0)])
+    lines: list[str] = []
+    for _ in range(3):
+        join_knowing(desk, knows(3, 3.0, 81))
+        lines += [command.line for command in desk.found(Log)]
+        refused = desk.told(Refused)["w2"]
+        assert refused.log is OtherLog.UNKNOWN
+        assert "start the coordinator on that; if not, start the worker again" in refused.reason
+    assert sum(line.startswith("worker=w2 refused: ") for line in lines) == 1
+
+
+def test_a_worker_whose_entries_an_operator_gave_up_is_to_forget_them() -> None:
+    desk = Desk([opened(1, 1.0), submitted("a"), opened(2, 9.0, accepts_loss=True)])
+    join_knowing(desk, sign(knows(1, 1.0, 7)))
+    assert desk.told(Refused)["w2"].log is OtherLog.GIVEN_UP
+
+
+@pytest.mark.parametrize("known", [knows(1, 1.0, 7), knows(2, 8.0, 7)])
+def test_a_log_that_accepted_a_loss_twice_has_given_up_what_came_before_either(known: LogPosition) -> None:
+    history = history_of(
+        opened(1, 1.0), opened(2, 9.0, accepts_loss=True), opened(3, 12.0, accepts_loss=True)
+    )
+    assert history.has_given_up(known)
+    assert history.has_given_up(replace(known, origin_s=9.0))
+    assert not history.has_given_up(replace(known, origin_s=12.0))
+    assert not history.has_given_up(replace(known, origin_s=5.0))
+
+
+def of_another_log(log: OtherLog = OtherLog.UNKNOWN) -> Refused:
+    return Refused(reason="entry 81 is not in the run log", log=log)
+
+
+def working() -> Hand:
+    hand = Hand()
+    hand.connect(epoch=3)
+    hand.fence(PLAN, epoch=3)
+    return hand
+
+
+def test_a_worker_of_a_job_keeps_it_and_asks_again_with_growing_pauses() -> None:
+    hand = working()
+    pauses = []
+    for _ in range(6):
+        [again] = hand.hear(of_another_log())
+        assert isinstance(again, DialAgain)
+        pauses.append((again.after_s, again.is_news))
+        hand.give(StreamLost(reason="refused"))
+        hand.give(StreamOpened())
+    assert pauses == [(0.5, True), (1.0, False), (2.0, False), (4.0, False), (4.0, False), (4.0, False)]
+    assert (hand.machine.epoch, hand.machine.job) == (3, JOB)
+
+
+def test_pauses_begin_anew_once_the_right_coordinator_is_back() -> None:
+    hand = working()
+    hand.hear(of_another_log())
+    hand.hear(of_another_log())
+    hand.hear(Welcome(epoch=Epoch(4), lease_s=3.0, beat_s=1.0))
+    hand.hear(of_another_log())
+    assert [(again.after_s, again.is_news) for again in hand.found(DialAgain)] == [(0.5, True)]
+
+
+@pytest.mark.parametrize("log", OtherLog)
+def test_a_worker_without_a_job_follows_the_log_that_it_finds(log: OtherLog) -> None:
+    hand = Hand()
+    hand.connect(epoch=3)
+    hand.hear(of_another_log(log))
+    assert [again.is_news for again in hand.found(DialAgain)] == [True]
+    hand.give(StreamLost(reason="refused"))
+    hand.give(StreamOpened())
+    said = only(hand.said(), Hello)
+    assert (said.epoch, said.position) == (0, None)
+    hand.hear(Welcome(epoch=Epoch(1), lease_s=3.0, beat_s=1.0))
+    assert hand.machine.epoch == 1
+
+
+def test_a_worker_drops_state_that_an_operator_gave_up() -> None:
+    hand = working()
+    hand.hear(of_another_log(OtherLog.GIVEN_UP))
+    assert hand.found(ForgetJob)
+    assert hand.machine.job is None
+
+
+@pytest.mark.parametrize("shape", ["line 2x2", "line 1x1", "line 2x1"])
+def test_no_step_is_lost_while_a_coordinator_serves_an_empty_state_directory(shape: str) -> None:
+    world = disturbed(shape_of(shape), seed=0, num_faults=0)
+    world.clock.at(3.0, partial(world.misplace_log, 60.0))
+    outcome = judge(shape_of(shape), world)
+    assert outcome.seconds > 63.0
+    assert of_kind(world.log, RolledBack) == []

@@ -88,7 +88,7 @@ def tell_directive(directive: Directive) -> None:
             _log.info("dismissed: free for other work" + (", may exit" if directive.may_exit else ""))
         case Dismiss():
             _log.info("dismissed job=%s", directive.job)
-        case Refused():
+        case Refused(log=None):
             _log.error("refused: %s", directive.reason)
         case _:
             pass

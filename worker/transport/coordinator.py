@@ -119,12 +119,22 @@ class ControlStream:
         self._listener = listener
         self._outgoing: asyncio.Queue[Upward | None] | None = None
         self._was_welcome = False
+        self._pause_s = 0.0
+        """Least pause before the next stream, once."""
+        self._reading: asyncio.Timeout | None = None
+        """Bound of the stream that is open: unbounded until this worker itself ends the stream."""
         self._jitter = random.Random()
 
     def send(self, report: Upward) -> None:
         """Say something; lost if there is no stream."""
         if self._outgoing is not None:
             self._outgoing.put_nowait(report)
+
+    def dial_again(self, after_s: float) -> None:
+        """End this stream, and open the next one no earlier than after so many seconds."""
+        self._pause_s = after_s
+        if self._reading is not None and not self._reading.expired():
+            self._reading.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> NoReturn:
         """Open a stream, and again.
@@ -142,7 +152,8 @@ class ControlStream:
             self._listener.lost(end.reason)
             pause_s = _FIRST_PAUSE_S if end.was_heard else min(2 * pause_s, _LAST_PAUSE_S)
             self._was_welcome |= end.was_heard
-            await asyncio.sleep(pause_s * self._jitter.uniform(0.5, 1.0))
+            asked_s, self._pause_s = self._pause_s, 0.0
+            await asyncio.sleep(max(asked_s, pause_s) * self._jitter.uniform(0.5, 1.0))
 
     async def flush(self, timeout_s: float) -> None:
         """Return once what was said has been written, or after `timeout_s`."""
@@ -163,16 +174,19 @@ class ControlStream:
                 self._listener.opened()
                 return await self._read(call, target)
             finally:
-                self._outgoing = None
+                self._outgoing = self._reading = None
                 outgoing.put_nowait(None)
 
     async def _read(self, call: ControlCall, target: str) -> "_End":
         was_heard = False
         try:
-            async for message in call:
-                directive = DIRECTIVE.decode(message)
-                was_heard = True
-                self._listener.heard(directive)
+            async with asyncio.timeout(None) as self._reading:
+                async for message in call:
+                    directive = DIRECTIVE.decode(message)
+                    was_heard = True
+                    self._listener.heard(directive)
+        except TimeoutError:
+            return _End(reason=f"{target}: to be asked again", is_final=False, was_heard=was_heard)
         except aio.AioRpcError as error:
             self._where.heard(error)
             reason = describe_rpc_error(error, target)

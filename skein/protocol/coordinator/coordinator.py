@@ -33,7 +33,7 @@ from skein.protocol.log.records import Drained, EpochOpened, JobSubmitted, Recor
 from skein.protocol.membership import membership
 from skein.protocol.membership.absence import Absence
 from skein.protocol.messages import reports
-from skein.protocol.messages.directives import Dismiss, Measure, Probe, Refused, Welcome
+from skein.protocol.messages.directives import Dismiss, Measure, OtherLog, Probe, Refused, Welcome
 from skein.protocol.messages.positions import LogPosition
 from skein.topology.fleet import Link
 from skein.types import DEFAULT_NAMESPACE, Incarnation, JobId, WorkerId
@@ -45,6 +45,9 @@ MAX_LINKS = 1 << 16
 
 MAX_REFUSED = 3
 """Reports that cannot be, after which their process is turned away; steps that others commit meanwhile pardon none."""
+
+MAX_REFUSED_LOGS = 4096
+"""Workers whose refusal over another run log is remembered, so that each is logged once."""
 
 MAX_MEASURED = 16
 """Jobs whose times are kept to be looked at."""
@@ -76,6 +79,8 @@ class Coordinator:
         self._pacing = Pacing()
         self._relaying = Relaying(self.membership.live, self._outbox.to_probe)
         self._num_refused: Counter[Incarnation] = Counter()
+        self._refused_logs: dict[WorkerId, str] = {}
+        """Reason by worker for which it was refused last over its run log, until it is welcome."""
 
     def sign_with(self, log_key: bytes) -> None:
         """Before the first event: the key that positions of the run log are signed with."""
@@ -355,12 +360,17 @@ class Coordinator:
             newer = f"this worker has followed a newer coordinator (epoch {hello.epoch}, here {self.history.epoch})"
             self._refuse_other_log(hello.worker, hello.incarnation, newer)
         else:
+            self._refused_logs.pop(hello.worker, None)
             self._hear(hello, now=now)
 
     def _lacks(self, worker: WorkerId, incarnation: Incarnation, known: LogPosition) -> None:
         """A worker knows what is not in the log: it has lost that, or it is another one."""
         here = self.history.position
         knows = f"worker {worker} knows entry {known.entry} of epoch {known.epoch}"
+        if self.history.has_given_up(known):
+            given_up = f"{knows}, whose loss was accepted"
+            self._refuse_other_log(worker, incarnation, given_up, OtherLog.GIVEN_UP)
+            return
         if here is None or here.origin_s != known.origin_s or self.history.has_decided:
             self._refuse_other_log(worker, incarnation, f"{knows}, which is not in the run log")
             return
@@ -383,10 +393,22 @@ class Coordinator:
             return "the run log was empty"
         return f"the run log ended at entry {own.entry - 1} of epoch {before[-1].record.epoch}"
 
-    def _refuse_other_log(self, worker: WorkerId, incarnation: Incarnation, why: str) -> None:
-        reason = f"{why}: its run log was replaced; start the worker again"
-        self._outbox.send(Refused(reason=reason), (worker, incarnation))
-        self._outbox.log(f"refused: {reason}", worker=worker)
+    def _refuse_other_log(
+        self, worker: WorkerId, incarnation: Incarnation, why: str, log: OtherLog = OtherLog.UNKNOWN
+    ) -> None:
+        """Turn a worker away that knows another log; it may ask again, which is logged once while nothing changes."""
+        cure = (
+            "what it holds counts no more"
+            if log is OtherLog.GIVEN_UP
+            else "if its log is elsewhere, start the coordinator on that; if not, start the worker again"
+        )
+        reason = f"{why}: {cure}"
+        self._outbox.send(Refused(reason=reason, log=log), (worker, incarnation))
+        if self._refused_logs.get(worker) != reason:
+            if len(self._refused_logs) >= MAX_REFUSED_LOGS:
+                self._refused_logs.clear()
+            self._refused_logs[worker] = reason
+            self._outbox.log(f"refused: {reason}", worker=worker)
 
     def _turn_away_stuck(self, *, now: float) -> None:
         for worker, reason in [stuck for run in self.runs for stuck in run.stuck(now=now)]:

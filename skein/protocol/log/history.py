@@ -12,7 +12,7 @@ from skein.protocol.log import records
 from skein.protocol.log.divergence import LossWatch
 from skein.protocol.log.holding import Holding, absent, holding_of
 from skein.protocol.log.learned import learned_after, learned_under
-from skein.protocol.log.openings import Opening, is_covered, position_reached
+from skein.protocol.log.openings import Opening, is_covered, is_given_up, position_reached
 from skein.protocol.log.row_choices import carried_choices, newest_choices, row_places
 from skein.protocol.log.row_history import RowsByVersion, is_turn, rounds_with, rows_begun
 from skein.protocol.log.usage import Usage
@@ -428,6 +428,10 @@ class History:
     def covers(self, known: LogPosition) -> bool:
         """Whether the log has all that somebody knows of it."""
         return is_covered(known, self.openings, self.num_records)
+
+    def has_given_up(self, known: LogPosition) -> bool:
+        """Whether an operator accepted the loss of the part of this log that `known` is of."""
+        return is_given_up(known, self.openings)
 
     def pending(self) -> list[JobHistory]:
         """Jobs with a run, or that wait for one, oldest first: arrays too, and no sweep, whose arrays run for it."""

@@ -30,6 +30,13 @@ def position_reached(openings: Sequence[Opening], num_records: int) -> LogPositi
     )
 
 
+def is_given_up(known: LogPosition, openings: Sequence[Opening]) -> bool:
+    """Whether the operator of this log accepted, after the log's origin that `known` names, that entries were lost."""
+    origins = [x.record.wall_s for x in openings[:1]]
+    origins += [x.record.wall_s for x in openings if x.record.accepts_loss]
+    return known.origin_s in origins[:-1]
+
+
 def is_covered(known: LogPosition, openings: Sequence[Opening], num_records: int) -> bool:
     """Whether a log of so many records has what is known of it."""
     place = bisect_left(openings, known.epoch, key=lambda opening: opening.record.epoch)

@@ -240,11 +240,21 @@ class Welcome(EpochDirective):
     door: str = field(default="", repr=False)
 
 
+class OtherLog(StrEnum):
+    """Relation between a coordinator's run log and the run log that a refused worker knows."""
+
+    UNKNOWN = "unknown"
+    """The worker's run log is not here; its coordinator may come back with it."""
+    GIVEN_UP = "given_up"
+    """An operator has accepted the loss of the entries that the worker knows: its state counts no more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """Not admitted, and trying again will not help."""
+    """Not admitted. Trying again will not help, unless `log` says why a run log is in the way."""
 
     reason: str
+    log: OtherLog | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

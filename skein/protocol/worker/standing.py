@@ -42,6 +42,11 @@ class Standing:
         if position is not None and (self.position is None or position.entry > self.position.entry):
             self.position = position
 
+    def follow_another_log(self) -> None:
+        """Forget which coordinator and which run log were followed: the next Welcome may be of any."""
+        self.epoch, self.generation, self.position = Epoch(0), Generation(0), None
+        self.members, self.doors, self.probe_door = {}, (), None
+
     def tell(self, report: Report) -> None:
         """Say something to the coordinator; without a stream it is lost, and a new one begins with everything anew."""
         if self.is_connected:

@@ -37,6 +37,10 @@ from skein.protocol.worker.steps import Steps
 from skein.protocol.worker.timing import Timing
 from skein.types import Epoch, Generation, JobId, Step, WorkerId
 
+FIRST_WAIT_S, LAST_WAIT_S = 0.5, 4.0
+"""Pauses before a worker that another run log turned away asks again; they double. The last one is far below the
+time for which a job waits for silent workers before it gives up steps."""
+
 
 class Worker:
     """State of one worker. `handle` is the only way in, what it returns the only way out."""
@@ -58,6 +62,8 @@ class Worker:
         self._is_stopping = False
         self._beat_s = 1.0
         self._next_beat: float | None = None
+        self._num_turned_away = 0
+        """Times in a row that a coordinator with another run log refused this worker."""
 
     # --- the way in ---
 
@@ -225,9 +231,10 @@ class Worker:
                     self._standing.position = directive.position
                     self._standing.probe_door = directive.door
                     self._beat_s = directive.beat_s
+                    self._num_turned_away = 0
                     self._next_beat = now + directive.beat_s
             case directives.Refused():
-                self._exit(directive.reason, is_clean=False)
+                self._refused(directive)
             case directives.Prefetch() | directives.OpenData() | directives.Follow():
                 self._copies.take(directive)
             case directives.Snapshot():
@@ -266,6 +273,28 @@ class Worker:
                     self._steps.take(directive)
             case _:
                 assert_never(directive)
+
+    def _refused(self, directive: directives.Refused) -> None:
+        """End, unless another run log is the reason: state that a run log may still count is kept until that is back.
+
+        A coordinator that was started on an empty state directory knows no worker's log. A worker that holds nothing of
+        a job follows the new log.
+        """
+        if directive.log is None:
+            self._exit(directive.reason, is_clean=False)
+            return
+        works = self._standing.job or self._copies.job or self._building.is_going_on
+        if works and directive.log is directives.OtherLog.UNKNOWN:
+            pause_s = min(FIRST_WAIT_S * 2.0**self._num_turned_away, LAST_WAIT_S)
+            self._num_turned_away += 1
+            reason = f"keeps what it holds and waits for the run log that it knows: {directive.reason}"
+            is_news = self._num_turned_away == 1
+            self._standing.commands.append(io.DialAgain(after_s=pause_s, reason=reason, is_news=is_news))
+            return
+        self._forget()
+        self._standing.follow_another_log()
+        reason = f"follows another run log: {directive.reason}"
+        self._standing.commands.append(io.DialAgain(after_s=FIRST_WAIT_S, reason=reason, is_news=True))
 
     def _new_generation(self, directive: directives.NewGeneration) -> None:
         standing = self._standing

@@ -371,6 +371,15 @@ class ForgetJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DialAgain:
+    """End the control stream and open the next one after `after_s`; `is_news`: `reason` was not given before."""
+
+    after_s: float
+    reason: str
+    is_news: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
     """End this process, on which nothing depends any more. `is_clean`: exit code 0."""
 
@@ -398,5 +407,6 @@ WorkerCommand = (
     | LookAtPeers
     | TakeWays
     | ForgetJob
+    | DialAgain
     | Exit
 )

@@ -140,7 +140,7 @@ class Invariants:
         self._generation = Generation(0)
         self._job_of: dict[Generation, JobId] = {}
         self._lost = (Epoch(0), Generation(0))
-        """The newest that was in the log before it lost its end."""
+        """The newest that was in the log before it lost its end, or in another log."""
         self._known: dict[int, StepRecord] = {}
         """Recorded decisions by object identity: thousands of workers hear each."""
         self._places: dict[Incarnation, _WorkerPlace] = {}
@@ -160,6 +160,10 @@ class Invariants:
         self._lost = max(self._lost, (self._epoch, self._generation))
         self._branches, self._replayed = left._branches, left._replayed
         self._epoch, self._generation = left._epoch, left._generation
+
+    def opened_elsewhere(self, epoch: Epoch) -> None:
+        """A coordinator opens this epoch of another run log: workers that hold nothing may follow it."""
+        self._lost = max(self._lost, (epoch, Generation(0)))
 
     def recorded(self, record: Record) -> None:
         """A record is durable: numbers grow, and steps are committed one after the other."""
@@ -399,7 +403,10 @@ class Invariants:
 
     def _moved(self, who: Worker, before: _WorkerPlace | None, place: _WorkerPlace) -> None:
         """A worker follows another epoch or generation: a newer one, which the log has or once had."""
-        if before is not None and place < before:
+        begins_anew = (
+            place == (0, 0) and who.job is None
+        )  # It follows another run log, and holds nothing of this one.
+        if before is not None and place < before and not begins_anew:
             raise Violated(f"{who.identity.worker} went back to {place}")
         self._places[who.identity.incarnation] = place
         epoch, generation = self._lost

@@ -116,7 +116,7 @@ class Streams:
         worker = self._workers.get(name)
         if worker is None or worker.machine.identity.incarnation != incarnation or worker.is_connected:
             return
-        if self._service.coordinator is None:
+        if self._service.coordinator is None or self._clock.now < worker.dials_at:
             return
         if self._network.is_cut(name, COORDINATOR) or self._network.is_cut(COORDINATOR, name):
             self._clock.after(DIAL_AGAIN_S, partial(self._dial, name, incarnation))
@@ -142,6 +142,13 @@ class Streams:
         if worker is not None:
             self.disconnect(worker, "broken")
             self.dial_soon(name, worker.machine.identity.incarnation)
+
+    def dial_again(self, worker: SimWorker, after_s: float) -> None:
+        """A process ends its stream, and opens the next one after so long at the earliest."""
+        identity = worker.machine.identity
+        self.disconnect(worker, "turned away")
+        worker.dials_at = self._clock.now + after_s
+        self._clock.at(worker.dials_at, partial(self._dial, identity.worker, identity.incarnation))
 
     # --- down ---
 

@@ -25,7 +25,10 @@ from skein.protocol.coordinator.coordinator_io import (
     MakePlan,
     ManifestWritten,
     PruneCheckpoints,
+    ReportArrived,
+    ReportRefused,
     Send,
+    StreamBroken,
     VerifyCheckpoint,
     WriteManifest,
 )
@@ -86,6 +89,8 @@ class SimService(ABC):
         self._tear: Callable[[], None] | None = None
         self._room_at = 0.0
         self._wall_ahead_s = 0.0
+        self._other_log: list[Record] | None = None
+        """Log of a coordinator that runs on another state directory for a while; None while there is none."""
 
     @abstractmethod
     def _send_directive(self, command: Send) -> None:
@@ -110,13 +115,14 @@ class SimService(ABC):
             return
         self.term += 1
         self._wall_ahead_s = self.skew_s
-        num_before = sum(isinstance(record, EpochOpened) for record in self.log)
+        log = self.log if self._other_log is None else self._other_log
+        num_before = sum(isinstance(record, EpochOpened) for record in log)
         opened = EpochOpened(epoch=Epoch(num_before + 1), wall_s=self._wall_s, accepts_loss=self.accepts_loss)
         self.halted, self.accepts_loss = None, False
         self._hold(opened)
         self.coordinator = Coordinator(key=f"of term {self.term}".encode(), quotas=self.quotas)
-        self.coordinator.sign_with(self.log_key)
-        self.coordinator.replay(self.log)
+        self.coordinator.sign_with(self.log_key if self._other_log is None else b"another key")
+        self.coordinator.replay(log)
         self._wakes_at = None
         self._coordinator_is_up()
         # As the driver does: so a job that is pending is under way before the first worker says anything.
@@ -142,6 +148,21 @@ class SimService(ABC):
         self._appending = []
         self._coordinator_is_down()
         self.clock.after(restarts_after_s, self.start_coordinator)
+
+    def misplace_log(self, seconds: float) -> None:
+        """Start the coordinator on an empty state directory, and after so long on the right one again.
+
+        Clients reach neither in between, so the other coordinator has no job.
+        """
+        if self.coordinator is None or self._other_log is not None:
+            return
+        self.crash_coordinator(restarts_after_s=0.0)
+        self._other_log = []
+        self.clock.after(seconds, self._find_log)
+
+    def _find_log(self) -> None:
+        self.crash_coordinator()
+        self._other_log = None
 
     def lose_tail(
         self, num_records: int, *, restarts_after_s: float = RESTART_S, loses_key: bool = False
@@ -177,7 +198,8 @@ class SimService(ABC):
 
     def tell(self, event: CoordinatorEvent) -> None:
         """Give the coordinator an event, if there is one."""
-        if self.coordinator is not None:
+        is_client = not isinstance(event, ReportArrived | ReportRefused | StreamBroken | TimePassed)
+        if self.coordinator is not None and not (is_client and self._other_log is not None):
             self._inbox.append(event)
             self._turn()
 
@@ -249,7 +271,8 @@ class SimService(ABC):
                 self._append(command.record)
                 if term != self.term or not self.is_up:
                     return
-        self.invariants.replays(self.coordinator.history)
+        if self._other_log is None:
+            self.invariants.replays(self.coordinator.history)
         for command in commands:
             self._act(command)
         self._turn()
@@ -264,6 +287,11 @@ class SimService(ABC):
             self.after_append(len(self.log))
 
     def _hold(self, record: Record) -> None:
+        if self._other_log is not None:
+            self._other_log.append(record)
+            if isinstance(record, EpochOpened):
+                self.invariants.opened_elsewhere(record.epoch)
+            return
         self.log.append(record)
         self.invariants.has_storage_failed = self.store.has_failed
         self.invariants.recorded(record)

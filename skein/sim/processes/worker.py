@@ -34,6 +34,8 @@ class SimWorker:
     """Stream of random numbers that mutations of its reports draw from."""
     has_lied: bool = False
     wakes_at: float | None = None
+    dials_at: float = 0.0
+    """Time before which it opens no stream: a coordinator has turned it away for now."""
     room_bytes: float = inf
     """Bytes on its desk above which it lets in no tensor of a step to come."""
     build: int = 0

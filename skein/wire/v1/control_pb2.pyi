@@ -88,6 +88,30 @@ LOG_LEVEL_ERROR: LogLevel.ValueType  # 4
 """Something went wrong and was not."""
 Global___LogLevel: _TypeAlias = LogLevel  # noqa: Y015
 
+class _OtherLog:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OtherLogEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OtherLog.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OTHER_LOG_UNSPECIFIED: _OtherLog.ValueType  # 0
+    """Never sent; refused."""
+    OTHER_LOG_UNKNOWN: _OtherLog.ValueType  # 1
+    """The worker's run log is not here; its coordinator may come back with it."""
+    OTHER_LOG_GIVEN_UP: _OtherLog.ValueType  # 2
+    """An operator has accepted the loss of the entries that the worker knows."""
+
+class OtherLog(_OtherLog, metaclass=_OtherLogEnumTypeWrapper):
+    """Relation between a coordinator's run log and the run log that a refused worker knows."""
+
+OTHER_LOG_UNSPECIFIED: OtherLog.ValueType  # 0
+"""Never sent; refused."""
+OTHER_LOG_UNKNOWN: OtherLog.ValueType  # 1
+"""The worker's run log is not here; its coordinator may come back with it."""
+OTHER_LOG_GIVEN_UP: OtherLog.ValueType  # 2
+"""An operator has accepted the loss of the entries that the worker knows."""
+Global___OtherLog: _TypeAlias = OtherLog  # noqa: Y015
+
 class _Reach:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1626,17 +1650,23 @@ class Refused(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    log: Global___OtherLog.ValueType
+    """Set where a run log is the reason: the worker may ask again."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        log: Global___OtherLog.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_log", b"_log", "log", b"log"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_log", b"_log", "log", b"log", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__log: _TypeAlias = _typing.Literal["log"]  # noqa: Y015
+    _WhichOneofArgType__log: _TypeAlias = _typing.Literal["_log", b"_log"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__log) -> _WhichOneofReturnType__log | None: ...
 
 Global___Refused: _TypeAlias = Refused  # noqa: Y015
 
