@@ -87,11 +87,11 @@ FAILED, USAGE = 1, 2
 
 
 class _StopAskedError(Exception):
-    """SIGTERM or SIGINT came."""
+    """SIGTERM, SIGINT or SIGHUP came."""
 
 
 def run_coordinator(options: CoordinatorOptions) -> int:
-    """Run until SIGTERM or SIGINT; gives the exit code: 0 done, 1 failed, 2 wrong options.
+    """Run until SIGTERM, SIGINT or SIGHUP; gives the exit code: 0 done, 1 failed, 2 wrong options.
 
     One line on standard output says when it serves.
     """
@@ -160,15 +160,20 @@ def quotas_of(options: CoordinatorOptions) -> QuotasSpec:
     return parse_quotas(text, origin=str(path))
 
 
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 class _Signals:
-    """Whether SIGTERM or SIGINT came. They only set a flag: an exception in the midst of Ray's calls breaks those."""
+    """Whether SIGTERM, SIGINT or SIGHUP came. A signal only sets a flag: an exception would break a call of Ray's."""
 
     def __init__(self) -> None:
         self._came = False
         self._before: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.getsignal(number) for number in _STOPPING}
+        if self._before[signal.SIGHUP] is signal.SIG_IGN:  # As nohup leaves it.
+            del self._before[signal.SIGHUP]
         self.install()
         return self
 
@@ -178,7 +183,7 @@ class _Signals:
 
     def install(self) -> None:
         """Be the one who hears them; Ray makes itself that."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self._before:
             signal.signal(number, self._stop)
 
     def check(self) -> None:

@@ -109,7 +109,8 @@ async def run_worker(
 ) -> int:
     """Be a worker until the coordinator or a signal ends it; the exit code: 0 done, 1 failed, 2 wrong options.
 
-    The first SIGTERM or SIGINT asks the coordinator to take the work away, the second ends the process at once.
+    The first SIGTERM, SIGINT or SIGHUP asks the coordinator to take the work away, the second ends the process at once.
+    A SIGHUP that the process was started to ignore, as by nohup, stays ignored.
 
     Args:
         options: what an operator says.
@@ -251,7 +252,9 @@ def _stopping() -> Iterator[tuple[list[Callable[[WorkerEvent], None]], list[str]
         _log.info("stopping on %s; once more ends this process at once", name)
         posts[-1](_asked_by(name))
 
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)  # A terminal was closed, or an ssh session ended.
     for number in signals:
         loop.add_signal_handler(number, on_signal, number.name)
     try:

@@ -23,9 +23,9 @@ from skein.types import Generation, Incarnation, SiteId, WorkerId
 from skein.units import format_bytes
 from skein.wire.calling import Dial
 from skein.wire.channel import bind, open_channel, open_channel_to, open_server, require_free
-from skein.wire.credentials import Credentials
+from skein.wire.credentials import Credentials, Wallet
 from skein.wire.extra import DialBack, FetchStateRequest, LogLine
-from skein.wire.identity.enrolling import keep_renewed
+from skein.wire.identity.enrolling import certificate_skew, keep_renewed
 from skein.wire.identity.names import worker_caller
 from skein.wire.identity.revocations import Revocations
 from skein.wire.leader import split_addresses
@@ -226,7 +226,9 @@ class _Parts:
         dial: Dial = partial(open_channel, credentials=setting.credentials)
         where = Whereabouts(split_addresses("join", setting.join), dial=dial)
         files = CheckpointFiles(where, dial=dial)
-        control = ControlStream(where, dial=dial, listener=self.inbox)
+        wallet = setting.credentials.wallet
+        explain = None if wallet is None else partial(tls_fault, wallet)
+        control = ControlStream(where, dial=dial, listener=self.inbox, explain=explain)
         ways = WorkerWays(
             setting.worker,
             setting.incarnation,
@@ -249,7 +251,7 @@ class _Parts:
                 has_checksums=setting.credentials.wallet is None,
             )
             keeping = [] if self.mesh is None else [group.create_task(_end_with(self.mesh))]
-            if (wallet := setting.credentials.wallet) is not None:
+            if wallet is not None:
                 renewing = keep_renewed(wallet, dial=dial, at=lambda: where.at, clock=time.time)
                 revoking = self.revocations.keep(dial=dial, at=lambda: where.at)
                 keeping += [group.create_task(renewing), group.create_task(revoking)]
@@ -338,6 +340,12 @@ async def _end_with(mesh: Mesh) -> None:
     """
     # A worker that is turned away asks once more: that this is cancelled must not cancel what it waits for.
     raise await asyncio.shield(asyncio.wrap_future(mesh.processes.lost))
+
+
+def tls_fault(wallet: Wallet, address: str) -> str | None:
+    """Fault of this worker's certificate, or of the one shown at `address`, by this machine's clock; None: no fault."""
+    now_s = time.time()
+    return wallet.passport.fault(now_s=now_s) or certificate_skew(address, now_s=now_s)
 
 
 def _measure_mesh(mesh: Mesh, _host: torch.device) -> Profile:

@@ -44,7 +44,8 @@ _CAUSES: tuple[tuple[grpc.StatusCode, Sequence[str], str], ...] = (
     (
         _Code.UNAVAILABLE,
         ("socket closed", "handshake", "certificate"),
-        "it hung up: it may want a certificate that is in force: join by a line from skein token create",
+        "it hung up: no certificate here is in force there. Join by a line from skein token create; if this machine "
+        "has joined before, one of the two clocks may be off: skein doctor compares them",
     ),
     (_Code.UNAVAILABLE, (), "the connection broke: check that it is still up"),
     (_Code.RESOURCE_EXHAUSTED, (), "a limit there was reached"),

@@ -28,7 +28,7 @@ from worker.service import PeerService
 from worker.transport.statistics import Statistics
 
 ENROLLED = ("worker", "submitter", "viewer", "admin")
-HUNG_UP = grpc.StatusCode.UNAVAILABLE, "it hung up: it may want a certificate that is in force"
+HUNG_UP = grpc.StatusCode.UNAVAILABLE, "it hung up: no certificate here is in force there"
 """All that TLS lets one say to whom it does not know."""
 
 

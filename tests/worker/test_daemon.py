@@ -128,13 +128,14 @@ async def test_a_server_that_is_no_coordinator_is_one_line_and_exit_code_1(
     assert "another release runs there" in one_line(capsys)
 
 
-async def test_sigterm_drains() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_drains(number: signal.Signals) -> None:
     async with puppet() as (coordinator, port):
         ended = asyncio.create_task(run_worker(WorkerOptions(join=f"127.0.0.1:{port}", name="w0")))
         session = await coordinator.session()
         session.say(WELCOME)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert "SIGTERM" in (await session.heard(Leaving)).reason
+        os.kill(os.getpid(), number)
+        assert number.name in (await session.heard(Leaving)).reason
         session.say(Dismiss(epoch=WELCOME.epoch, job=None, may_exit=True))
         async with asyncio.timeout(WAIT_S):
             assert await ended == DONE

@@ -10,7 +10,7 @@ Rules of this file
 import asyncio
 import hashlib
 import random
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -110,13 +110,27 @@ class Whereabouts:
         self.at = found
 
 
-class ControlStream:
-    """Keeps a control stream to the coordinator open."""
+Explain = Callable[[str], str | None]
+"""Gives the fault of a clock or a certificate by which no TLS connection to an address comes up; may block."""
 
-    def __init__(self, where: Whereabouts, *, dial: Dial, listener: Listener) -> None:
+
+class ControlStream:
+    """Keeps a control stream to the coordinator open.
+
+    Args:
+        where: address of the coordinator.
+        dial: opens channels.
+        listener: hears of streams and directives.
+        explain: asked after a stream that the coordinator never answered on; None: connections are in the clear.
+    """
+
+    def __init__(
+        self, where: Whereabouts, *, dial: Dial, listener: Listener, explain: Explain | None = None
+    ) -> None:
         self._where = where
         self._dial = dial
         self._listener = listener
+        self._explain = explain
         self._outgoing: asyncio.Queue[Upward | None] | None = None
         self._was_welcome = False
         self._pause_s = 0.0
@@ -149,11 +163,18 @@ class ControlStream:
             end = await self._converse(target)
             if end.is_final and not self._was_welcome:
                 raise UserError("join", target, end.reason.removeprefix(f"{target}: "))
-            self._listener.lost(end.reason)
+            self._listener.lost(await self._explained(end, target))
             pause_s = _FIRST_PAUSE_S if end.was_heard else min(2 * pause_s, _LAST_PAUSE_S)
             self._was_welcome |= end.was_heard
             asked_s, self._pause_s = self._pause_s, 0.0
             await asyncio.sleep(max(asked_s, pause_s) * self._jitter.uniform(0.5, 1.0))
+
+    async def _explained(self, end: "_End", target: str) -> str:
+        """Reason of a stream's end; where a clock or a certificate is in the way, that reason."""
+        if end.was_heard or self._explain is None:
+            return end.reason
+        why = await asyncio.to_thread(self._explain, target)
+        return end.reason if why is None else f"{target}: {why}"
 
     async def flush(self, timeout_s: float) -> None:
         """Return once what was said has been written, or after `timeout_s`."""

@@ -132,7 +132,7 @@ async def _fulfilled(draft: Passport, ask: Ask, clock: Callable[[], float]) -> P
                 failure = error_of(error, address)
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise failure from error
-                if (skew := await asyncio.to_thread(_skew_text, address, clock())) is not None:
+                if (skew := await asyncio.to_thread(certificate_skew, address, now_s=clock())) is not None:
                     raise UserError("clock", utc_text(clock()), skew) from error
                 continue
         check_clock(theirs_s=reply.wall_s, ours_s=clock())
@@ -181,8 +181,11 @@ def check_clock(*, theirs_s: float, ours_s: float) -> None:
         raise UserError("clock", utc_text(ours_s), hint)
 
 
-def _skew_text(address: str, now_s: float) -> str | None:
-    """Line on a clock by which the certificate that is shown at `address` does not count; None where it does."""
+def certificate_skew(address: str, *, now_s: float) -> str | None:
+    """Line on a clock by which the certificate that is shown at `address` is not in force; None where it is.
+
+    Blocks for up to `_LOOK_AT_S`. Nothing is sent, and the certificate is not trusted.
+    """
     host, port = split_address("join", address)
     try:
         shown = ssl.get_server_certificate((host, port), timeout=_LOOK_AT_S)

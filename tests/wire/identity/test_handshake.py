@@ -16,6 +16,7 @@ from skein.wire.channel import Lane, bind, news_of, open_channel, open_server
 from skein.wire.credentials import Credentials, Wallet
 from skein.wire.identity.authority import Authority
 from skein.wire.identity.callers import NamedCallers
+from skein.wire.identity.enrolling import certificate_skew
 from skein.wire.identity.names import COORDINATOR, LOCAL, Caller, CallerRole, caller_of, worker_caller
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc
 
@@ -141,6 +142,7 @@ SERVER = """
 import asyncio, sys, time
 from skein.wire.channel import bind, open_server
 from skein.wire.credentials import Credentials, Wallet
+from skein.wire.identity.enrolling import certificate_skew
 from skein.wire.identity.passport import Passport
 
 async def serve():
@@ -177,3 +179,19 @@ async def test_nothing_older_than_tls_1_3_is_spoken(tmp_path: Path) -> None:
     assert await serving.wait() == 0
     assert b"Cipher is TLS_AES" in said["-tls1_3"]
     assert b"Cipher is (NONE)" in said["-tls1_2"]
+
+
+@pytest.mark.parametrize(
+    ("days", "said"),
+    [
+        (0, None),
+        (400, "ahead of the coordinator's; set it right"),
+        (-2, "behind the coordinator's; set it right"),
+    ],
+)
+async def test_a_clock_by_which_the_coordinators_certificate_is_not_in_force_is_named(
+    days: int, said: str | None
+) -> None:
+    async with serving(wallet(COORDINATOR)) as target:
+        found = await asyncio.to_thread(certificate_skew, target, now_s=NOW_S + 86_400 * days)
+    assert found == said if said is None else said in str(found)

@@ -13,7 +13,7 @@ from skein.errors import UserError
 from skein.protocol.messages.directives import Directive, Welcome
 from tests.coordinator.builders import WAIT_S, eventually, hello
 from tests.coordinator.test_standby import dial, leading, standing_by
-from worker.transport.coordinator import ControlStream, Whereabouts
+from worker.transport.coordinator import ControlStream, Explain, Whereabouts
 
 DEAD = "127.0.0.1:1"
 
@@ -21,8 +21,9 @@ DEAD = "127.0.0.1:1"
 class Greeter:
     """Says Hello on each stream, and keeps what it hears."""
 
-    def __init__(self, *addresses: str) -> None:
-        self.control = ControlStream(Whereabouts(addresses, dial=dial), dial=dial, listener=self)
+    def __init__(self, *addresses: str, explain: Explain | None = None) -> None:
+        where = Whereabouts(addresses, dial=dial)
+        self.control = ControlStream(where, dial=dial, listener=self, explain=explain)
         self.epochs: list[int] = []
         self.reasons: list[str] = []
 
@@ -38,8 +39,8 @@ class Greeter:
 
 
 @asynccontextmanager
-async def greeting(*addresses: str) -> AsyncIterator[Greeter]:
-    greeter = Greeter(*addresses)
+async def greeting(*addresses: str, explain: Explain | None = None) -> AsyncIterator[Greeter]:
+    greeter = Greeter(*addresses, explain=explain)
     running = asyncio.create_task(greeter.control.run())
     try:
         yield greeter
@@ -60,6 +61,13 @@ async def test_a_worker_of_a_standby_joins_the_leader(tmp_path: Path) -> None:
 async def test_a_worker_passes_over_the_dead(tmp_path: Path) -> None:
     async with leading(tmp_path) as leader, greeting(DEAD, leader.where().address) as greeter:
         await eventually(lambda: greeter.epochs == [1])
+
+
+async def test_where_no_connection_comes_up_a_clock_or_a_certificate_is_named() -> None:
+    async with greeting(DEAD, explain=lambda address: f"the clock of {address} is off") as greeter:
+        await eventually(lambda: f"{DEAD}: the clock of {DEAD} is off" in greeter.reasons)
+    async with greeting(DEAD, explain=lambda _: None) as greeter:
+        await eventually(lambda: any("nothing listens there" in reason for reason in greeter.reasons))
 
 
 async def test_a_worker_that_was_there_first_joins_whoever_comes(tmp_path: Path) -> None:

@@ -12,6 +12,10 @@ from skein.protocol.log.records import Incident, IncidentKind, Remedy, Replayed
 from skein.protocol.membership.membership import Lost
 from skein.types import MicrobatchId, StageIndex, Step, WorkerId
 
+LONGEST_ABSENCE_S = 86400.0
+"""Above this the time between two coordinators is no measured silence: the machine's clock may have been set, and one
+such value would hide all others of a histogram."""
+
 
 class Incidents(RunPart):
     """The failure that a run is recovering from, if it is. What fails before it is over belongs to it."""
@@ -55,6 +59,9 @@ class Incidents(RunPart):
         """The run goes on with members that an earlier coordinator had."""
         silent_s = max(0.0, now - self._job.last_wall_s)
         reason = "the coordinator started again"
+        if silent_s > LONGEST_ABSENCE_S:
+            reason += f", {silent_s / 86400:.1f} days after its last record by a clock that may have been set meanwhile"
+            silent_s = 0.0
         self.noticed(IncidentKind.COORDINATOR_LOST, (), reason, silent_s=silent_s, now=now)
 
     def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
