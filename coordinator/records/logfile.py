@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from skein.errors import LocalError, RemoteError, UserError
+from skein.errors import LocalError, RemoteError, SkeinError, UserError
 from skein.protocol.log.records import EpochOpened, Record
 from skein.storage.outside import is_full
 from skein.types import Epoch
@@ -190,6 +190,7 @@ def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[None]:
     Raises:
         LogBusy | LogFull: nothing was written.
         LocalError: the disk failed.
+        UserError: the file is damaged.
     """
     try:
         connection.execute("BEGIN IMMEDIATE")
@@ -199,15 +200,35 @@ def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[None]:
         finally:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
+    except UnicodeDecodeError as error:
+        raise _damaged(path) from error
     except sqlite3.Error as error:
-        raise _kind(error)(f"{path}: {error}") from error
+        raise _failure(error, path) from error
 
 
-def _kind(error: sqlite3.Error) -> type[LocalError]:
+def _failure(error: sqlite3.Error, path: Path) -> SkeinError:
     code = getattr(error, "sqlite_errorcode", None)
     if code in _FULL:
-        return LogFull
-    return LogBusy if code == sqlite3.SQLITE_BUSY else LocalError
+        return LogFull(f"{path}: {error}")
+    if code == sqlite3.SQLITE_BUSY:
+        return LogBusy(f"{path}: {error}")
+    if _is_damage(error):
+        return UserError(FIELD, str(path), f"{error}; {RESTORE}")
+    return LocalError(f"{path}: {error}")
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """Whether SQLite found bytes in the file that it did not write."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None and not isinstance(error, sqlite3.ProgrammingError):
+        # Raised by the sqlite3 module or by this one: what a row holds is not what was written.
+        return True
+    return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _damaged(path: Path) -> UserError:
+    """The refusal of a file whose names of tables, which SQLite's own message quotes, are no text any more."""
+    return UserError(FIELD, str(path), f"the database's schema is damaged; {RESTORE}")
 
 
 @contextmanager
@@ -219,7 +240,11 @@ def damage_explained(path: Path) -> Iterator[None]:
         if not is_full(error):
             raise
         raise LogFull(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise _damaged(path) from error
     except sqlite3.OperationalError as error:
+        if _is_damage(error):
+            raise _failure(error, path) from error
         if _is_for_room(error, path):
             raise LogFull(f"{path}: {error}, and no room is left") from error
         raise UserError(
@@ -297,11 +322,13 @@ def _following(path: Path) -> Path:
 
 def read_lease(connection: sqlite3.Connection) -> Lease:
     """Lease that says who owns the log."""
-    ((epoch, name, address, beats, has_lock),) = connection.execute(
-        "SELECT epoch, holder, address, beats, has_lock FROM owner"
-    ).fetchall()
-    holder = Holder(name=name, address=address) if name else None
-    return Lease(epoch=Epoch(epoch), holder=holder, beats=beats, has_lock=bool(has_lock))
+    rows = connection.execute("SELECT epoch, holder, address, beats, has_lock FROM owner").fetchall()
+    match rows:
+        case [(int(epoch), str(name), str(address), int(beats), int(has_lock))]:
+            holder = Holder(name=name, address=address) if name else None
+            return Lease(epoch=Epoch(epoch), holder=holder, beats=beats, has_lock=bool(has_lock))
+        case _:
+            raise sqlite3.DatabaseError("the row that names the owner is damaged")
 
 
 def take_epoch(
@@ -330,7 +357,7 @@ def drop_torn_tail(connection: sqlite3.Connection, path: Path) -> str | None:
     """Within a transaction: what was wrong with the last entry, if anything; it is gone then."""
     last = _last_row(connection)
     # One that is whole by itself and does not follow the one before says that more is wrong; who reads finds out.
-    if last is None or entry_checksum(*last[:3]) == last[3]:
+    if last is None or (_has_types(last) and entry_checksum(*last[:3]) == last[3]):
         return None
     connection.execute("DELETE FROM entries WHERE number = ?", (last[0],))
     return f"{path}: the last entry, {last[0]}, was damaged and is dropped"
@@ -400,7 +427,12 @@ def chained(before: bytes | None, number: int, epoch: int, payload: bytes) -> by
 def is_whole(row: Row, before: bytes | None) -> bool:
     """The entry is as it was written, after one whose digest is `before`."""
     number, epoch, payload, crc32, digest = row
-    if entry_checksum(number, epoch, payload) != crc32:
+    if not _has_types(row) or entry_checksum(number, epoch, payload) != crc32:
         return False
     # What an older release wrote has no digest, and nothing comes before it that has one.
     return before is None if digest is None else chained(before, number, epoch, payload) == digest
+
+
+def _has_types(row: Sequence[object]) -> bool:
+    """Whether payload and digest are bytes: SQLite stores values of any type in any column, so damage may change it."""
+    return isinstance(row[2], bytes) and isinstance(row[4], bytes | None)

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import cast
 
@@ -17,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.records.logfile import LOG_FILE, LogFull, chained, damage_explained, entry_checksum
-from coordinator.records.store import LOCK_FILE, Fenced, RunLog
-from skein.errors import LocalError, UserError
+from coordinator.records.store import LOCK_FILE, Fenced, Lookout, RunLog
+from skein.errors import LocalError, SkeinError, UserError
 from skein.protocol.log.records import EpochOpened, GenerationMember, GenerationOpened, JobSubmitted, Record
 from skein.types import Epoch, Generation, Incarnation, JobId, WorkerId
 from tests.wire.values import values
@@ -156,6 +158,53 @@ def test_write_ahead_log_torn_anywhere_loses_the_unfinished_append_only(tmp_path
         (torn / f"{LOG_FILE}-shm").unlink()
         os.truncate(torn / f"{LOG_FILE}-wal", size)
         assert entries_of(torn, epoch=2) == [opened(1), submitted("kept")]
+
+
+def overwritten(data: bytes, seed: int) -> bytes:
+    """A log of which one run of bytes is noise: often in the first page, which holds the schema and the owner."""
+    random = Random(seed)
+    begin = random.randrange(100, 4096) if seed % 2 else random.randrange(len(data))
+    noise = random.randbytes(min(random.randrange(1, 5000), len(data) - begin))
+    return data[:begin] + noise + data[begin + len(noise) :]
+
+
+def test_log_overwritten_by_noise_is_refused_or_read_as_it_was(tmp_path: Path) -> None:
+    names = [f"job{number}" for number in range(40)]
+    with RunLog.open(tmp_path / "whole", wall_s=1.0) as log:
+        log.append([replace(submitted(name), spec=" " * 800) for name in names])
+    refusals, wrong = 0, []
+    for seed in range(120):
+        directory = tmp_path / f"noise{seed}"
+        shutil.copytree(tmp_path / "whole", directory)
+        (directory / LOG_FILE).write_bytes(overwritten((tmp_path / "whole" / LOG_FILE).read_bytes(), seed))
+        for read in (read_as_owner, read_as_standby):
+            try:
+                found = [record.job for record in read(directory) if isinstance(record, JobSubmitted)]
+            except SkeinError as error:
+                refusals += LOG_FILE in str(error)
+            else:
+                wrong += [] if found == names[: len(found)] else [(seed, read.__name__)]
+    assert not wrong
+    assert refusals > 100
+
+
+def read_as_standby(directory: Path) -> list[Record]:
+    with closing(Lookout(directory)) as lookout:
+        _ = lookout.lease()
+        return [record for piece in iter(lookout.news, []) for record in piece]
+
+
+def read_as_owner(directory: Path) -> list[Record]:
+    with RunLog.open(directory, wall_s=2.0) as log:
+        return list(log.read())
+
+
+def test_owner_row_of_another_kind_is_refused(tmp_path: Path) -> None:
+    RunLog.open(tmp_path, wall_s=1.0).close()
+    change(tmp_path, "UPDATE owner SET epoch = x'c328'")
+    for read in (read_as_owner, read_as_standby):
+        with pytest.raises(UserError, match="names the owner is damaged; restore"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize(
