@@ -102,8 +102,8 @@ def test_distances_are_those_of_gradients_at_the_last_layer(
         gradients.append(torch.cat([g.flatten() for g in last if g is not None]))
     expected = torch.cdist(torch.stack(gradients), torch.stack(gradients))
     assert np.array_equal(rows.labels, batch.labels)
-    found = rows.features.distances(np.arange(len(rows.ids)))
-    # Squares cancel: a² + b² - 2ab in float64.
+    found = rows.features.lattice().distances(np.arange(len(rows.ids)))
+    # Squares cancel: a² + b² - 2ab of rounded coordinates.
     assert found == pytest.approx(expected.cpu().numpy(), abs=1e-6)
 
 

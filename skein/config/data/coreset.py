@@ -35,7 +35,7 @@ class CoresetSpec(Spec):
     many."""
     greedy: Literal["auto", "exact", "stochastic", "partitioned"] = "auto"
     """Way in which `craig` looks for rows; `auto`: exactly up to 5,000 rows of a group, by samples up to 50,000, else
-    in parts of 500."""
+    in parts of 1,000."""
     distributed: Literal["greedi", "local"] = "greedi"
     """Choice of what several workers pick of their rows: again among all that they picked, or all of it, each its
     share. Take local where so many picks are too much to send."""

@@ -63,7 +63,7 @@ def choose_coreset(
     """
 
     def pick(rows: Ids, weights: F64, count: int, generator: np.random.Generator) -> Clusters:
-        return cluster(features.take(rows), weights, count, form=form, generator=generator)
+        return cluster(features.take(rows).lattice(), weights, count, form=form, generator=generator)
 
     return _by_group(pick, features.are_finite, groups_N, num_picks, seed=seed, weights_N=weights_N)
 
@@ -129,7 +129,7 @@ def cover_error(features: Features, groups_N: NDArray[np.integer], ids: Ids) -> 
     total = 0.0
     for name in np.unique(groups_N[features.are_finite]):
         rows = np.flatnonzero(features.are_finite & (groups_N == name))
-        own, group = np.flatnonzero(np.isin(rows, ids)), features.take(rows)
+        own, group = np.flatnonzero(np.isin(rows, ids)), features.take(rows).lattice()
         nearest = np.full(len(rows), np.inf)
         for start in range(0, len(own), group.block_rows):
             far = group.distances(own[start : start + group.block_rows])

@@ -76,7 +76,9 @@ def propose(
             continue
         generator = rng.stream(seed, "coreset", "candidates", group)
         count = min(budget, len(rows))
-        found = cluster(features.take(rows), np.ones(len(rows)), count, form=form, generator=generator)
+        found = cluster(
+            features.take(rows).lattice(), np.ones(len(rows)), count, form=form, generator=generator
+        )
         counts[group] = count
         chosen.append(rows[found.picks])
         sizes.append(found.sizes)
