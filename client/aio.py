@@ -174,6 +174,11 @@ class AsyncClient:
         reply = await self._connection.call(lambda at: at.jobs.Workers, jobs_pb2.WorkersRequest())
         return tuple(codec.WORKER_STATUS.decode(worker) for worker in reply.workers)
 
+    async def num_known_workers(self) -> int:
+        """Number of workers that the run log knows, and that have not joined this coordinator yet."""
+        reply = await self._connection.call(lambda at: at.jobs.Workers, jobs_pb2.WorkersRequest())
+        return reply.num_known
+
     async def links(self) -> tuple[Link, ...]:
         """Links between workers, as these measured them."""
         reply = await self._connection.call(lambda at: at.jobs.Links, jobs_pb2.LinksRequest())

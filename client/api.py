@@ -108,6 +108,7 @@ class Client(_Blocking[AsyncClient]):
     weigh = _blocks(AsyncClient.weigh)
     jobs = _blocks(AsyncClient.jobs)
     workers = _blocks(AsyncClient.workers)
+    num_known_workers = _blocks(AsyncClient.num_known_workers)
     links = _blocks(AsyncClient.links)
     create_token = _blocks(AsyncClient.create_token)
     identities = _blocks(AsyncClient.identities)

@@ -20,9 +20,9 @@ from skein.errors import UserError
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
 from skein.wire.credentials import Credentials
-from skein.wire.extra import GetRequest
-from skein.wire.identity.enrolling import renewed_if_due
-from skein.wire.leader import find_leader, named_leader, split_addresses
+from skein.wire.extra import Coordinators, GetRequest
+from skein.wire.identity.enrolling import learn_coordinators, renewed_if_due
+from skein.wire.leader import find_leader, named_leader, split_addresses, with_addresses
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, identity_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from skein.wire.views import JobEvent, Key, VersionReply
 
@@ -36,6 +36,8 @@ PATIENCE_S = 60.0
 MAX_MOVES = 8
 """Most moves of one call after the leader without any progress."""
 _RENEW_AGAIN_S = 60.0
+_ASK_AGAIN_S = 60.0
+"""Seconds after which a client that watches asks the coordinator again for the addresses of all coordinators."""
 _PAUSE_S = 0.25
 _MAX_PAUSE_S = 2.0
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -66,6 +68,8 @@ class Connection:
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._version: VersionReply | None = None
+        self._asked_s = 0.0
+        """Monotonic time of the last answer to `version`."""
         self._renewed_s = 0.0
         """Unix time of the last try."""
         self._is_sought = len(self._addresses) == 1
@@ -145,7 +149,16 @@ class Connection:
         reply = codec.VERSION_REPLY.decode(answer)
         check_version(self.target, reply.protocol_version, reply.release)
         self._version = reply
+        self._asked_s = time.monotonic()
+        if reply.coordinators is not None:
+            self._learn(reply.coordinators)
         return reply
+
+    def _learn(self, coordinators: Coordinators) -> None:
+        """Know all coordinators from now on, and have the identity's file name them: one of them may lead next."""
+        self._addresses = with_addresses(self._addresses, coordinators.addresses)
+        if (wallet := self._credentials.wallet) is not None:
+            learn_coordinators(wallet, coordinators)
 
     async def call(
         self, method: "Method[Request, Reply]", request: Request, *, is_long: bool = False
@@ -202,6 +215,8 @@ class Connection:
                     async for message in messages:
                         event = codec.JOB_EVENT.decode(message)
                         patience.renew()
+                        if time.monotonic() - self._asked_s > _ASK_AGAIN_S:
+                            _ = await self.version()  # A standby may have come since.
                         if event.key > since:
                             since = event.key
                             yield event

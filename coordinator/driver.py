@@ -50,7 +50,7 @@ from skein.protocol.log.records import CheckpointCommitted, Record
 from skein.protocol.messages.directives import Refused
 from skein.protocol.messages.reports import Hello, Report
 from skein.types import Incarnation, JobId, JobState, WorkerId
-from skein.wire.extra import LogLevel, LogLine
+from skein.wire.extra import Coordinators, LogLevel, LogLine
 
 MAX_WAITING = 8192
 """Events that may wait in the inbox; streams are read no further until there is room."""
@@ -153,6 +153,8 @@ class Driver:
         self._note_worker = note_worker
         self._inbox: asyncio.Queue[_Item] = asyncio.Queue(MAX_WAITING)
         self._streams: dict[tuple[WorkerId, Incarnation], Stream] = {}
+        self.coordinators: Coordinators | None = None
+        """Addresses of all coordinators, for workers and clients; None while no standby is there."""
         self._told: dict[JobId, tuple[JobState, int]] = {}
         """State of each sweep, and turns of the log, when watchers were told of them last."""
         self._unanswered: set[asyncio.Future[tuple[Record, ...]]] = set()
@@ -174,6 +176,24 @@ class Driver:
     def num_streams(self) -> int:
         """Control streams that are open."""
         return len(self._streams)
+
+    def name_coordinators(self, coordinators: Coordinators | None) -> None:
+        """Have connected workers, and workers that connect from now on, know these coordinators."""
+        if coordinators == self.coordinators:
+            return
+        self.coordinators = coordinators
+        if coordinators is not None:
+            for stream in self._streams.values():
+                stream.offer(coordinators)
+            names, num_known = ",".join(coordinators.addresses), len(self._streams)
+            _log.info("coordinators=%s, told to %d connected workers", names, num_known)
+
+    @property
+    def num_unaware(self) -> int:
+        """Workers that have no stream, and so cannot be told of all coordinators; 0 while no standby is there."""
+        if self.coordinators is None:
+            return 0
+        return len(self.machine.view.live.keys() - {worker for worker, _ in self._streams})
 
     async def opened(self, stream: Stream, hello: Hello) -> None:
         """A worker said Hello on a new stream; directives for it go there from the moment this is handled."""
@@ -328,6 +348,8 @@ class Driver:
                 if older is not None:
                     older.close("the worker opened another stream")
                 self._streams[stream.key] = stream
+                if self.coordinators is not None:
+                    stream.offer(self.coordinators)
                 worker, incarnation = stream.key
                 return self._machine(ReportArrived(worker=worker, incarnation=incarnation, report=item.hello))
             case _Heard():

@@ -21,6 +21,8 @@ from coordinator.driver import AnswerChoice, AnswerPlan, AppendLog, Driver, choo
 from coordinator.identity.office import FOLDER as AUTHORITY_FOLDER
 from coordinator.identity.office import IdentityOffice
 from coordinator.identity.page_tls import PageTls, hosts_of_this_machine
+from coordinator.lead.addresses import FOLDER as ADDRESSES_FOLDER
+from coordinator.lead.addresses import SharedAddresses
 from coordinator.lead.lease import AGAIN_S, Lead, PatientLog
 from coordinator.page.board import Audience, Board
 from coordinator.page.looks import Looks
@@ -44,6 +46,7 @@ from skein.storage.places import ANYWHERE, Places
 from skein.types import Epoch
 from skein.wire.channel import is_loopback, split_address
 from skein.wire.credentials import NO_CREDENTIALS
+from skein.wire.extra import Coordinators
 from skein.wire.identity.authority import Authority
 from skein.wire.identity.names import Caller
 from skein.wire.process.files import raise_open_files
@@ -155,6 +158,9 @@ class Doors:
     exposition: Exposition
     board: Board
     pages: Pages | None
+    shared: SharedAddresses
+    address: str
+    """host:port by which others reach this coordinator."""
 
     @classmethod
     async def open(cls, options: ServingOptions, metrics: CoordinatorMetrics) -> "Doors":
@@ -167,11 +173,13 @@ class Doors:
         raise_open_files()
         metrics.watch_disk(options.state_dir)
         exposition, pages = Exposition(metrics.render), None
+        shared = SharedAddresses(options.state_dir / ADDRESSES_FOLDER)
         async with AsyncExitStack() as undo:
             office, tls, credentials = None, None, NO_CREDENTIALS
             is_revoked: Callable[[Caller], bool] = _nobody
             if options.has_certificates:
-                office = await asyncio.to_thread(IdentityOffice, options.state_dir / AUTHORITY_FOLDER)
+                folder = options.state_dir / AUTHORITY_FOLDER
+                office = await asyncio.to_thread(IdentityOffice, folder, shared)
                 undo.callback(office.close)
                 credentials, is_revoked = office.credentials, office.register.is_revoked
                 tls = page_tls_of(options, office.authority)
@@ -199,12 +207,26 @@ class Doors:
                 enrol_port=options.enrol_port,
             )
             undo.push_async_callback(service.stop)
-            await asyncio.to_thread(service.stand, options.advertise or service.address)
+            doors = cls(
+                service=service,
+                audit=audit,
+                exposition=exposition,
+                board=board,
+                pages=pages,
+                shared=shared,
+                address=options.advertise or service.address,
+            )
+            await doors.announce()
             undo.pop_all()
-        return cls(service=service, audit=audit, exposition=exposition, board=board, pages=pages)
+        return doors
+
+    async def announce(self) -> None:
+        """Let the other coordinators with this state directory know the address of this one; wanted now and then."""
+        await asyncio.to_thread(self.shared.announce, self.service.by(self.address))
 
     async def close(self) -> None:
         """Answer nobody any more. Idempotent."""
+        await asyncio.to_thread(self.shared.withdraw)
         if self.pages is not None:
             await self.pages.close()
         await self.service.stop()
@@ -300,8 +322,7 @@ class Serving:
             patient = PatientLog(wrap(log))
             store = CheckpointStore(options.state_dir / CHECKPOINTS, places=options.places)
             driver = memory.drive(traced(patient), store, plan, choose, clock, doors.audit)
-            address = options.advertise or doors.service.address
-            lead, roster = Lead(log, address, takeover_s=options.takeover_s), Roster(memory.machine)
+            lead, roster = Lead(log, doors.address, takeover_s=options.takeover_s), Roster(memory.machine)
             doors.board.lead(Looks(driver, roster, memory.metrics))
             await doors.service.admit(driver, store, roster, lead, doors.board)
             memory.metrics.led()
@@ -384,6 +405,7 @@ class Serving:
                 workers,
                 relay=self._doors.service.relay,
                 num_streams=driver.num_streams,
+                num_unaware=driver.num_unaware,
                 lag_s=max(0.0, lag_s),
                 now=now,
             )
@@ -391,6 +413,17 @@ class Serving:
                 self.metrics.show_certificates(office.left_s(driver.machine.view.live.keys()))
             self._doors.exposition.show({worker.worker: worker for worker in workers})
             self._doors.board.tell()
+            await self._name_coordinators()
+
+    async def _name_coordinators(self) -> None:
+        """Have workers and clients know all coordinators, so that they find the next leader."""
+        await self._doors.announce()
+        known = await asyncio.to_thread(self._doors.shared.known)
+        named = Coordinators(
+            addresses=tuple(one.address for one in known),
+            enrol_addresses=tuple(one.enrol_address for one in known if one.enrol_address),
+        )
+        self.driver.name_coordinators(named if len(known) > 1 else None)
 
 
 async def _open_log(options: ServingOptions, clock: Callable[[], float]) -> RunLog:

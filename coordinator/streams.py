@@ -3,8 +3,8 @@
 import asyncio
 from collections import deque
 
-from skein.protocol.messages.directives import Directive
 from skein.types import Incarnation, WorkerId
+from skein.wire.codec import Downward
 
 MAX_WAITING = 1024
 """A worker that lets so many directives wait does not read; its stream is closed and it may open another."""
@@ -34,7 +34,7 @@ class Stream:
         self.reason: str | None = None
         """Reason for which the stream was closed; None while it is open."""
         self._max_waiting = max_waiting
-        self._waiting: deque[Directive] = deque()
+        self._waiting: deque[Downward] = deque()
         self._changed = asyncio.Event()
 
     @property
@@ -47,7 +47,7 @@ class Stream:
         """Directives that the network has not taken yet."""
         return len(self._waiting)
 
-    def offer(self, directive: Directive) -> None:
+    def offer(self, directive: Downward) -> None:
         """Have a directive sent, in order. Lost on a closed stream; closes one that is full."""
         if self.reason is not None:
             return
@@ -64,7 +64,7 @@ class Stream:
             self._waiting.clear()
             self._changed.set()
 
-    async def take(self) -> Directive | None:
+    async def take(self) -> Downward | None:
         """The next directive; None once the stream is closed."""
         while not self._waiting and self.reason is None:
             self._changed.clear()

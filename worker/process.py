@@ -25,7 +25,7 @@ from skein.wire.calling import Dial
 from skein.wire.channel import bind, open_channel, open_channel_to, open_server, require_free
 from skein.wire.credentials import Credentials, Wallet
 from skein.wire.extra import DialBack, FetchStateRequest, LogLine
-from skein.wire.identity.enrolling import certificate_skew, keep_renewed
+from skein.wire.identity.enrolling import certificate_skew, keep_renewed, learn_coordinators
 from skein.wire.identity.names import worker_caller
 from skein.wire.identity.revocations import Revocations
 from skein.wire.leader import split_addresses
@@ -224,9 +224,10 @@ class _Parts:
         """Join the coordinator, and let the driver run to its end."""
         setting = self.setting
         dial: Dial = partial(open_channel, credentials=setting.credentials)
-        where = Whereabouts(split_addresses("join", setting.join), dial=dial)
-        files = CheckpointFiles(where, dial=dial)
         wallet = setting.credentials.wallet
+        keep = (lambda _: None) if wallet is None else partial(learn_coordinators, wallet)
+        where = Whereabouts(split_addresses("join", setting.join), dial=dial, on_learned=keep)
+        files = CheckpointFiles(where, dial=dial)
         explain = None if wallet is None else partial(tls_fault, wallet)
         control = ControlStream(where, dial=dial, listener=self.inbox, explain=explain)
         ways = WorkerWays(

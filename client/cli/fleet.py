@@ -19,11 +19,17 @@ def workers(*, is_json: bool) -> None:
     """List workers, those lost lately included."""
     with connect_client() as client:
         found = client.workers()
-    _print_workers(found, is_json=is_json)
+        num_known = 0 if found else client.num_known_workers()
+    _print_workers(found, num_known=num_known, is_json=is_json)
 
 
-def _print_workers(found: Iterable[WorkerStatus], *, is_json: bool) -> None:
+def _print_workers(found: Iterable[WorkerStatus], *, num_known: int = 0, is_json: bool) -> None:
     nothing = "no workers yet: skein worker up --join HOST:PORT"
+    if num_known:
+        nothing = (
+            f"none connected, {num_known} known from before: a worker comes back by itself if it knows this "
+            "coordinator's address; start the others again with --join and the addresses of all coordinators"
+        )
     print_listed(found, WORKER_COLUMNS, worker_row, nothing=nothing, is_json=is_json)
 
 

@@ -14,6 +14,8 @@ from coordinator.launcher import (
     CoordinatorOptions,
     advertised,
 )
+from coordinator.lead.addresses import FOLDER as ADDRESSES
+from coordinator.lead.addresses import CoordinatorAddress, SharedAddresses
 from coordinator.records.store import state_path
 from skein.errors import UserError
 from skein.wire.channel import join_address, split_address
@@ -47,8 +49,11 @@ def main(*, state_dir: str, advertise: str | None, port: int, enrol_port: int) -
     )
     address = advertised(options)
     is_there = (folder / FOLDER / CERTIFICATE_FILE).exists()
-    office = IdentityOffice(folder / FOLDER, clock=time.time)
-    office.lead(address, join_address(split_address("advertise", address)[0], enrol_port))
+    shared = SharedAddresses(folder / ADDRESSES)
+    enrol_address = join_address(split_address("advertise", address)[0], enrol_port)
+    shared.announce(CoordinatorAddress(address=address, enrol_address=enrol_address))
+    office = IdentityOffice(folder / FOLDER, shared, clock=time.time)
+    office.lead()
     office.close()
     click.echo(f"authority: {folder / FOLDER} ({'as it was' if is_there else 'made'}; keep it to yourself)")
     click.echo(f"identity of its admin: {folder / FOLDER / ADMIN_FILE}")

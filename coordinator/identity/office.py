@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from coordinator.identity.register import Register, Registered
+from coordinator.lead.addresses import SharedAddresses
 from skein.errors import SkeinError
 from skein.types import DEFAULT_NAMESPACE
 from skein.wire.credentials import Credentials, Wallet
@@ -33,38 +34,32 @@ class IdentityOffice:
 
     Args:
         folder: of the authority, below the state directory; it is made where there is none.
+        shared: addresses of all coordinators with this state directory.
         clock: gives Unix time.
     """
 
-    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, folder: Path, shared: SharedAddresses, *, clock: Callable[[], float] = time.time
+    ) -> None:
         self._clock = clock
         self.authority = Authority.kept_in(folder, now_s=clock())
         self.register = Register(folder)
         self.wallet = Wallet(self.authority.make_out(COORDINATOR, now_s=clock()))
         self.named = NamedCallers(self.register.is_revoked)
         self._admin_file = folder / ADMIN_FILE
-        self._own: tuple[str, str] | None = None
+        self._shared = shared
         self._is_leading = False
         self._ends_s: dict[str, float] = {}
 
-    def stand(self, address: str, enrol_address: str) -> None:
-        """Have lines and passports name this coordinator, too, whether it leads or stands by."""
-        self._own = address, enrol_address
-        self.register.stand(*self._own, now_s=self._clock())
-
-    def lead(self, address: str, enrol_address: str) -> None:
+    def lead(self) -> None:
         """Make lines out from now on, and the identity of whoever can read the folder."""
-        self.stand(address, enrol_address)
         self._is_leading = True
         self._make_admin()
 
     def addresses(self) -> tuple[str, str]:
         """Addresses of all coordinators and of where they enrol, with commas between: this one's first; "" unknown."""
-        if self._own is None:
-            return "", ""
-        others = [known for known in self.register.coordinators() if known[0] != self._own[0]]
-        own, enrol = zip(self._own, *others, strict=True)
-        return ",".join(own), ",".join(enrol)
+        known = self._shared.known()
+        return ",".join(one.address for one in known), ",".join(one.enrol_address for one in known)
 
     @property
     def credentials(self) -> Credentials:
@@ -150,13 +145,11 @@ class IdentityOffice:
             await asyncio.to_thread(self.look)
 
     def look(self) -> None:
-        """Renew them if that is due, and say that this coordinator is there."""
-        if self._own is not None:
-            try:
-                self.stand(*self._own)
-                self._read_ends()
-            except (SkeinError, sqlite3.Error) as error:
-                _log.error("register: %s", error)
+        """Renew them if that is due, and read for how long those of others count."""
+        try:
+            self._read_ends()
+        except (SkeinError, sqlite3.Error) as error:
+            _log.error("register: %s", error)
         if self._clock() >= self.wallet.passport.renewal_s():
             self._try(self.refresh)
 

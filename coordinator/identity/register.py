@@ -27,8 +27,6 @@ from skein.wire.identity.passport import utc_text
 FILE = "register.sqlite3"
 RENEWABLE_S = 30 * 86400.0
 """Seconds after its end within which a certificate is renewed: a laptop may be closed for so long."""
-STANDS_S = 86400.0
-"""Seconds for which a coordinator that was not seen any more is named to others all the same."""
 _BUSY_S = 10.0
 _TABLES = """
 CREATE TABLE IF NOT EXISTS tokens (
@@ -39,9 +37,6 @@ CREATE TABLE IF NOT EXISTS identities (
     role TEXT NOT NULL, name TEXT NOT NULL, namespace TEXT NOT NULL, key TEXT NOT NULL, token TEXT NOT NULL,
     since_s REAL NOT NULL, ends_s REAL NOT NULL, revoked_s REAL NOT NULL DEFAULT 0,
     PRIMARY KEY (role, name)
-);
-CREATE TABLE IF NOT EXISTS coordinators (
-    address TEXT PRIMARY KEY, enrol_address TEXT NOT NULL, seen_s REAL NOT NULL
 );
 """
 
@@ -213,22 +208,6 @@ class Register:
         with self._lock:
             rows = self._database.execute(_ALL).fetchall()
         return tuple(map(_registered, rows))
-
-    def stand(self, address: str, enrol_address: str, *, now_s: float) -> None:
-        """Note where a coordinator leads or stands by."""
-        with self._change() as database:
-            database.execute(
-                "INSERT OR REPLACE INTO coordinators VALUES (?, ?, ?)", (address, enrol_address, now_s)
-            )
-            database.execute("DELETE FROM coordinators WHERE seen_s < ?", (now_s - STANDS_S,))
-
-    def coordinators(self) -> tuple[tuple[str, str], ...]:
-        """Addresses of all coordinators, and where they enrol; seen last first."""
-        with self._lock:
-            found = self._database.execute(
-                "SELECT address, enrol_address FROM coordinators ORDER BY seen_s DESC"
-            )
-            return tuple(found.fetchall())
 
     # --- inside ---
 

@@ -79,7 +79,7 @@ class Standby:
 
     async def _watch(self, lookout: Lookout, clock: Callable[[], float]) -> RunLog:
         """Follow the log until it is this one's."""
-        holder = Holder(name=self._options.name, address=self._options.advertise or self.address)
+        holder = Holder(name=self._options.name, address=self._doors.address)
         seen, since_s = await self._look(lookout), time.monotonic()
         while True:
             is_own = seen.holder is not None and seen.holder.name == holder.name
@@ -99,6 +99,7 @@ class Standby:
         while records := await asyncio.to_thread(lookout.news):
             self._memory.replay(records)
         self._doors.service.gate.leader = "" if lease.holder is None else lease.holder.address
+        await self._doors.announce()
         return lease
 
     async def _take(

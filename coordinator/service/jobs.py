@@ -137,7 +137,10 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
     async def Workers(self, request: jobs_pb2.WorkersRequest, context: Context) -> jobs_pb2.WorkersReply:
         history, caller = self._machine.view.history, caller_of(context)
         workers = (worker_for(x, history, caller) for x in self._roster.workers(now=self._driver.now()))
-        return jobs_pb2.WorkersReply(workers=[codec.WORKER_STATUS.encode(worker) for worker in workers])
+        return jobs_pb2.WorkersReply(
+            workers=[codec.WORKER_STATUS.encode(worker) for worker in workers],
+            num_known=self._machine.membership.num_remembered,
+        )
 
     async def Drain(self, request: jobs_pb2.DrainRequest, context: Context) -> jobs_pb2.WorkerStatus:
         worker = self._live(request.worker)
@@ -165,6 +168,7 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
             epoch=self._machine.view.history.epoch,
             wall_s=time.time(),
             ballast=bytes(request.reply_bytes),
+            coordinators=self._driver.coordinators,
         )
         return codec.VERSION_REPLY.encode(reply)
 

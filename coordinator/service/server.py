@@ -12,6 +12,7 @@ from grpc import aio
 from coordinator.checkpoints import CheckpointStore
 from coordinator.driver import Driver
 from coordinator.identity.office import IdentityOffice
+from coordinator.lead.addresses import CoordinatorAddress
 from coordinator.lead.lease import Lead
 from coordinator.page.board import Board
 from coordinator.records.audit import AuditLog
@@ -107,20 +108,19 @@ class Service:
         jobs_pb2_grpc.add_JobsServicer_to_server(Jobs(driver, roster, store.places, board), server)
         checkpoint_pb2_grpc.add_CheckpointServicer_to_server(Checkpoint(driver, store), server)
         if self.office is not None:
-            self.office.lead(lead.address, self._enrol_address(lead.address))
+            self.office.lead()
             identity_pb2_grpc.add_IdentitiesServicer_to_server(Identities(self.office), server)
         self.relay.attach(server)
         self.gate.open()
         for name in SERVICES:
             self._health.set(f"skein.wire.v1.{name}", SERVING)
 
-    def stand(self, address: str) -> None:
-        """Have lines and passports name this coordinator by `address`, too."""
-        if self.office is not None:
-            self.office.stand(address, self._enrol_address(address))
-
-    def _enrol_address(self, address: str) -> str:
-        return join_address(split_address("advertise", address)[0], self._enrol_port)
+    def by(self, address: str) -> CoordinatorAddress:
+        """Addresses of this coordinator, which others reach by `address`."""
+        if self.office is None:
+            return CoordinatorAddress(address=address)
+        host, _ = split_address("advertise", address)
+        return CoordinatorAddress(address=address, enrol_address=join_address(host, self._enrol_port))
 
     async def stop(self) -> None:
         """Take no more calls, and end those that go on."""

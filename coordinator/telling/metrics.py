@@ -227,6 +227,10 @@ class CoordinatorMetrics:
         )
         self._num_relayed = 0
         self._streams = new_gauge("skein_control_streams", "Control streams that are open")
+        self._unaware = new_gauge(
+            "skein_workers_unaware_of_standby",
+            "Workers that have no stream, and so cannot be told of a standby that is there",
+        )
         self._lag = new_gauge("skein_event_loop_lag_seconds", "How late a timer fired")
         self._append_seconds = new_histogram(
             "skein_run_log_append_seconds", "Until a turn's records were durable", buckets=_APPEND_BUCKETS
@@ -406,6 +410,7 @@ class CoordinatorMetrics:
         *,
         relay: Switchboard,
         num_streams: int,
+        num_unaware: int,
         lag_s: float,
         now: float,
     ) -> None:
@@ -414,6 +419,7 @@ class CoordinatorMetrics:
         self._epoch.set(history.epoch)
         self._generation.set(history.generation)
         self._streams.set(num_streams)
+        self._unaware.set(num_unaware)
         self._sample_relays(view, relay)
         self._lag.set(lag_s)
         _set_by_state(self._jobs_by_state, JobState, [view.state_of(job.job) for job in history.listed()])

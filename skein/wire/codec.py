@@ -24,8 +24,11 @@ from skein.wire.v1 import (
 Upward = Report | extra.LogLines
 """Messages that a control stream carries up."""
 
+Downward = Directive | extra.Coordinators
+"""Messages that a control stream carries down."""
+
 REPORT: Codec[Upward, control_pb2.Report] = Codec(Upward, control_pb2.Report)
-DIRECTIVE: Codec[Directive, control_pb2.Directive] = Codec(Directive, control_pb2.Directive)
+DIRECTIVE: Codec[Downward, control_pb2.Directive] = Codec(Downward, control_pb2.Directive)
 RECORD: Codec[Record, log_pb2.Record] = Codec(Record, log_pb2.Record, is_ours=True)
 
 TENSOR_PART: Codec[extra.TensorPart, peer_pb2.TensorPart] = Codec(extra.TensorPart, peer_pb2.TensorPart)

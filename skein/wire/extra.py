@@ -38,6 +38,14 @@ class LogLines:
     lines: tuple[LogLine, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinators:
+    """host:port of each coordinator that leads or stands by, the leader's first; and where newcomers enrol."""
+
+    addresses: tuple[str, ...] = ()
+    enrol_addresses: tuple[str, ...] = ()
+
+
 # --- tensors ---
 
 

@@ -1,7 +1,8 @@
 """Search for the coordinator that leads. All are asked side by side, for one that is frozen would hold up a round."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
@@ -37,6 +38,19 @@ def split_addresses(field: str, text: str) -> tuple[str, ...]:
     if len(found) > MAX_ADDRESSES:
         raise UserError(field, text, f"give {MAX_ADDRESSES} addresses at most")
     return found
+
+
+def with_addresses(known: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
+    """Addresses with others behind them; those that are no address, and those beyond `MAX_ADDRESSES`, are left out.
+
+    >>> with_addresses(("a:1", "b:1"), ["b:1", "c:1", "nonsense"])
+    ('a:1', 'b:1', 'c:1')
+    """
+    found = dict.fromkeys(known)
+    for address in others:
+        with suppress(UserError):
+            found |= dict.fromkeys(split_addresses("coordinators", address))
+    return tuple(found)[:MAX_ADDRESSES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from skein.types import (
     Step,
     WorkerId,
 )
-from skein.wire.extra import LogLine
+from skein.wire.extra import Coordinators, LogLine
 
 
 class WorkerState(StrEnum):
@@ -83,6 +83,7 @@ class VersionReply:
     epoch: Epoch
     wall_s: float = 0.0
     ballast: bytes = b""
+    coordinators: Coordinators | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,6 +166,7 @@ class Script:
 
     jobs: dict[str, JobStatus] = field(default_factory=lambda: {"first-job-1": status()})
     workers: list[WorkerStatus] = field(default_factory=lambda: [worker()])
+    num_known: int = 0
     story: list[JobEvent] = field(default_factory=whole_story)
     sequel: list[JobEvent] = field(default_factory=list)
     """What happens after somebody resumes the job."""
@@ -304,7 +305,8 @@ class _Jobs(jobs_pb2_grpc.JobsServicer):
 
     async def Workers(self, request: jobs_pb2.WorkersRequest, context: Context) -> jobs_pb2.WorkersReply:
         await self._checked(context)
-        return jobs_pb2.WorkersReply(workers=[codec.WORKER_STATUS.encode(x) for x in self._script.workers])
+        workers = [codec.WORKER_STATUS.encode(x) for x in self._script.workers]
+        return jobs_pb2.WorkersReply(workers=workers, num_known=self._script.num_known)
 
     async def Drain(self, request: jobs_pb2.DrainRequest, context: Context) -> jobs_pb2.WorkerStatus:
         found = [x for x in self._script.workers if x.worker == request.worker]

@@ -13,7 +13,6 @@ from coordinator.records.store import RunLog
 from coordinator.serving import Serving, ServingOptions
 from skein.config.quota import UNBOUNDED, QuotasSpec
 from skein.protocol.log.records import Record
-from skein.protocol.messages.directives import Directive
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
 from skein.wire.credentials import NO_CREDENTIALS, Credentials, Wallet
@@ -75,7 +74,7 @@ class ScriptedWorker:
     async def say(self, report: codec.Upward) -> None:
         await self.call.write(codec.REPORT.encode(report))
 
-    async def hear(self) -> Directive:
+    async def hear(self) -> codec.Downward:
         message = await self.call.read()
         assert isinstance(message, control_pb2.Directive), "the stream has ended"
         return codec.DIRECTIVE.decode(message)

@@ -30,7 +30,6 @@ from skein.protocol.log.records import CoresetChosen, GenerationOpened, HaltAske
 from skein.protocol.messages.coresets import parts_of
 from skein.protocol.messages.directives import (
     Assign,
-    Directive,
     Evaluate,
     NewGeneration,
     Start,
@@ -40,6 +39,7 @@ from skein.protocol.messages.directives import (
 from skein.protocol.messages.reports import Beat, ChunksReady
 from skein.protocol.messages.tensors import Phase
 from skein.types import Condition, Epoch, Incarnation, JobId, JobState, Step, WorkerId
+from skein.wire.codec import Downward
 from tests.coordinator.builders import (
     MemoryLog,
     checkpointed,
@@ -57,7 +57,7 @@ def submit(key: str, name: str = "digits") -> SubmitAsked:
     return SubmitAsked(key=key, spec=job_spec(name))
 
 
-async def taken(stream: Stream) -> list[Directive]:
+async def taken(stream: Stream) -> list[Downward]:
     """What waits on a stream."""
     found = []
     while stream.num_waiting:

@@ -17,7 +17,9 @@ from client.aio import AsyncClient
 from client.cli import run
 from coordinator.identity.__main__ import run as init
 from coordinator.identity.office import ADMIN_FILE, FOLDER, IdentityOffice
-from coordinator.identity.register import STANDS_S, Register
+from coordinator.identity.register import Register
+from coordinator.lead.addresses import FOLDER as ADDRESSES_FOLDER
+from coordinator.lead.addresses import KEPT_S, CoordinatorAddress, SharedAddresses
 from coordinator.service.calls import BusyError
 from coordinator.service.identity import MAX_OF_HOST, Enrol
 from coordinator.serving import Serving, ServingOptions
@@ -37,6 +39,13 @@ from skein.wire.v1 import identity_pb2, identity_pb2_grpc, jobs_pb2, jobs_pb2_gr
 from tests.coordinator.builders import WAIT_S, hello, plan_at_once
 from tests.coordinator.serving import ScriptedWorker
 from worker.joining import identity_by
+
+
+def shared_of(folder: Path, address: str = "a:1", enrol_address: str = "a:2") -> SharedAddresses:
+    """Addresses below `folder`, where one coordinator has announced these."""
+    shared = SharedAddresses(folder / ADDRESSES_FOLDER)
+    shared.announce(CoordinatorAddress(address=address, enrol_address=enrol_address))
+    return shared
 
 
 class Cluster:
@@ -239,7 +248,7 @@ async def test_by_the_command_one_makes_a_line_another_joins_and_is_revoked(
         assert (code, "viewer ada was revoked" in told) == (1, True)
         (tmp_path / "config" / "skein" / "identity.json").unlink()
         code, _, told = await says("workers", "--coordinator", known.target)
-        assert (code, "it may want a certificate" in told) == (1, True)
+        assert (code, "no certificate here is in force" in told) == (1, True)
 
 
 async def test_no_name_passes_for_a_connection_without_certificates(tmp_path: Path) -> None:
@@ -274,8 +283,8 @@ async def test_a_process_that_slept_past_the_end_of_its_certificate_gets_the_nex
 
 def test_the_coordinator_renews_itself_again_after_its_disk_was_full(tmp_path: Path) -> None:
     now_s = time.time()
-    office = IdentityOffice(tmp_path, clock=lambda: now_s)
-    office.lead("a:1", "a:2")
+    office = IdentityOffice(tmp_path, shared_of(tmp_path), clock=lambda: now_s)
+    office.lead()
     (tmp_path / ADMIN_FILE).unlink()
     (tmp_path / ADMIN_FILE).mkdir()  # cannot be read, nor replaced
     for _ in range(2):
@@ -307,9 +316,7 @@ async def test_who_watches_for_longer_than_a_certificate_counts_renews_it(tmp_pa
 async def test_a_renewed_passport_knows_of_a_standby_that_came_later(tmp_path: Path) -> None:
     async with cluster(tmp_path) as known:
         mine = await known.passport("w-1")
-        standby = IdentityOffice(tmp_path / FOLDER)
-        standby.stand("b:7411", "b:7413")
-        standby.close()
+        shared_of(tmp_path, "b:7411", "b:7413")
         again = await renewed(mine, clock=time.time)
         assert again.addresses == f"{known.target},b:7411"
         assert again.enrol_addresses == f"{mine.enrol_addresses},b:7413"
@@ -364,20 +371,24 @@ async def test_a_revoked_admin_of_the_state_directory_stays_so_and_another_takes
 
 def test_lines_name_all_coordinators_that_were_seen_of_late(tmp_path: Path) -> None:
     now_s = time.time()
-    first, second = (IdentityOffice(tmp_path, clock=lambda: now_s) for _ in range(2))
+    a, b = (
+        SharedAddresses(tmp_path / ADDRESSES_FOLDER, clock=lambda: now_s),
+        SharedAddresses(tmp_path / ADDRESSES_FOLDER, clock=lambda: now_s),
+    )
+    first, second = (IdentityOffice(tmp_path, shared, clock=lambda: now_s) for shared in (a, b))
 
     def named(office: IdentityOffice) -> tuple[str, str]:
         line, _ = office.new_line(CallerRole.WORKER, "", life_s=60.0, uses=1)
         return line.addresses, line.enrol_addresses
 
-    first.lead("a:7411", "a:7413")
-    second.stand("b:7411", "b:7413")
+    a.announce(CoordinatorAddress(address="a:7411", enrol_address="a:7413"))
+    first.lead()
+    b.announce(CoordinatorAddress(address="b:7411", enrol_address="b:7413"))
     assert named(first) == ("a:7411,b:7411", "a:7413,b:7413")
-    second.lead("b:7411", "b:7413")
+    second.lead()
     assert named(second) == ("b:7411,a:7411", "b:7413,a:7413")
     assert Passport.load(tmp_path / ADMIN_FILE).addresses == "b:7411,a:7411"
-    now_s += STANDS_S + 1
-    second.look()
+    now_s += KEPT_S + 1
     assert named(second) == ("b:7411", "b:7413")
     first.close()
     second.close()
@@ -393,7 +404,7 @@ class Stranger:
 async def test_newcomers_that_crowd_in_hold_up_nothing_else_and_are_refused_beyond_a_number(
     tmp_path: Path,
 ) -> None:
-    office, other = IdentityOffice(tmp_path), Register(tmp_path)
+    office, other = IdentityOffice(tmp_path, shared_of(tmp_path)), Register(tmp_path)
     enrol_, context = Enrol(office), cast(Context, Stranger())
     request = office.wallet.passport.request()
     asked = identity_pb2.EnrolRequest(token="t", secret="s", name="eve", request=request)
@@ -412,7 +423,7 @@ async def test_newcomers_that_crowd_in_hold_up_nothing_else_and_are_refused_beyo
 
 
 async def test_a_register_that_cannot_be_written_says_so_in_a_line(tmp_path: Path) -> None:
-    office = IdentityOffice(tmp_path)
+    office = IdentityOffice(tmp_path, shared_of(tmp_path))
     office.register.close()
     with pytest.raises(LocalError, match=r"identities cannot be written \(.*closed"):
         office.new_line(CallerRole.WORKER, "", life_s=60.0, uses=1)
@@ -420,8 +431,9 @@ async def test_a_register_that_cannot_be_written_says_so_in_a_line(tmp_path: Pat
 
 def test_metrics_say_for_how_long_certificates_count(tmp_path: Path) -> None:
     now_s = time.time()
-    office, metrics = IdentityOffice(tmp_path, clock=lambda: now_s), CoordinatorMetrics()
-    office.lead("a:1", "a:2")
+    office = IdentityOffice(tmp_path, shared_of(tmp_path), clock=lambda: now_s)
+    metrics = CoordinatorMetrics()
+    office.lead()
     for name in ("here", "gone", "revoked"):
         office.register.enter(Caller(name=name, role=CallerRole.WORKER), "k", now_s=now_s)
     office.revoke(CallerRole.WORKER, "revoked")

@@ -68,6 +68,7 @@ def sampled(metrics: CoordinatorMetrics, machine: Coordinator, *, now: float = 1
         workers,
         relay=Switchboard(is_offered=True),
         num_streams=len(workers),
+        num_unaware=1,
         lag_s=0.0,
         now=now,
     )

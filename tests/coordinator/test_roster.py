@@ -70,7 +70,13 @@ def test_a_worker_says_its_labels_by_which_relays_it_is_reached_and_whether_it_i
     assert [status.offers for status in found.values()] == [(), (), ("books",)]
     metrics = CoordinatorMetrics()
     metrics.sample(
-        desk.machine.view, (), relay=Switchboard(is_offered=True), num_streams=0, lag_s=0.0, now=desk.now
+        desk.machine.view,
+        (),
+        relay=Switchboard(is_offered=True),
+        num_streams=0,
+        num_unaware=0,
+        lag_s=0.0,
+        now=desk.now,
     )
     assert 'skein_relayed_links{relay="coordinator"} 2.0' in metrics.render().decode()
 

@@ -124,7 +124,7 @@ async def test_another_release_is_said_in_words() -> None:
     [
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "no answer in time"),
         (grpc.StatusCode.UNAVAILABLE, "ping timeout", "fell silent"),
-        (grpc.StatusCode.UNAVAILABLE, "Socket closed", "it may want a certificate"),
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", "no certificate here is in force there"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "message larger than max", "a limit there was reached"),
         (grpc.StatusCode.DATA_LOSS, "two\nlines", "data loss: two lines"),
     ],

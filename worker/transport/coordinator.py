@@ -9,6 +9,7 @@ Rules of this file
 
 import asyncio
 import hashlib
+import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from skein.wire.codec import (
     Upward,
 )
 from skein.wire.extra import (
+    Coordinators,
     FileData,
     FileEnd,
     GetRequest,
@@ -45,10 +47,12 @@ from skein.wire.extra import (
     PutStart,
 )
 from skein.wire.failures import describe_rpc_error
-from skein.wire.leader import find_leader, named_leader
+from skein.wire.leader import find_leader, named_leader, with_addresses
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, control_pb2, control_pb2_grpc
 from worker.transport.fetching.fetch import patiently
 from worker.transport.outbox import FINAL
+
+_log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.5
 _PATIENCE_S = 30.0
@@ -87,9 +91,17 @@ class Whereabouts:
     `at` is the address to dial now; it changes with `seek` only.
     """
 
-    def __init__(self, addresses: Sequence[str], *, dial: Dial) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        dial: Dial,
+        on_learned: Callable[[Coordinators], None] = lambda _: None,
+    ) -> None:
+        """`on_learned` is called with coordinators that the leader names, so that a later process knows them too."""
         self.at = addresses[0]
-        self._addresses = addresses
+        self._addresses = tuple(addresses)
+        self._on_learned = on_learned
         self._named: str | None = None
         self._dial = dial
         self._num_failed = 0
@@ -97,6 +109,14 @@ class Whereabouts:
     def heard(self, error: aio.AioRpcError) -> None:
         """A call to `at` failed; perhaps with the name of another."""
         self._named = named_leader(error) or self._named
+
+    def learn(self, coordinators: Coordinators) -> None:
+        """The leader names all coordinators: one of them may lead next."""
+        known = with_addresses(self._addresses, coordinators.addresses)
+        if known != self._addresses:
+            _log.info("coordinators=%s", ",".join(known))
+            self._addresses = known
+        self._on_learned(coordinators)
 
     async def seek(self) -> None:
         """Find out who leads; where nobody says so, `at` is one after the other."""
@@ -205,7 +225,10 @@ class ControlStream:
                 async for message in call:
                     directive = DIRECTIVE.decode(message)
                     was_heard = True
-                    self._listener.heard(directive)
+                    if isinstance(directive, Coordinators):
+                        self._where.learn(directive)
+                    else:
+                        self._listener.heard(directive)
         except TimeoutError:
             return _End(reason=f"{target}: to be asked again", is_final=False, was_heard=was_heard)
         except aio.AioRpcError as error:

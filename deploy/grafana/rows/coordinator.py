@@ -38,8 +38,11 @@ COORDINATOR = Row(
         ),
         Panel(
             title="Control streams",
-            about="One for each worker that is connected.",
-            queries=(query("skein_control_streams", "open"),),
+            about="One for each worker that is connected; workers that cannot be told of a standby.",
+            queries=(
+                query("skein_control_streams", "open"),
+                query("skein_workers_unaware_of_standby", "unaware of a standby"),
+            ),
         ),
         Panel(
             title="Room for the run log",

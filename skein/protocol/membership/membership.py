@@ -258,6 +258,11 @@ class Membership:
         return self._entries
 
     @property
+    def num_remembered(self) -> int:
+        """Workers that the run log knows, and that have not joined this coordinator yet."""
+        return len(self._remembered)
+
+    @property
     def beat_s(self) -> float:
         """Seconds from one beat of a worker to the next."""
         return self.lease_s / BEATS_PER_LEASE

@@ -80,7 +80,7 @@ _FIELDS = {
     WORD: (
         "protocol_version num_rerouted num_retried num_samples_repeated num_dropped num_tensors "
         "num_workers num_holders num_asked limit checksum reply_bytes uses part num_parts counts num_faults "
-        "CandidatesPicked.groups num_picks trial trials row num_devices"
+        "CandidatesPicked.groups num_picks trial trials row num_devices num_known"
     ),
     INDEX: "stage stages index first stop hop split shard num_shards fragment walker walkers leader parents members",
     MICROBATCH: (

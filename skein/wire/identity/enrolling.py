@@ -15,11 +15,12 @@ from skein.errors import RemoteError, SkeinError, UserError
 from skein.wire.calling import Dial, dialled
 from skein.wire.channel import Lane, open_enrolment_channel, split_address
 from skein.wire.credentials import Wallet
+from skein.wire.extra import Coordinators
 from skein.wire.failures import error_of
 from skein.wire.identity.joining import JoinLine
 from skein.wire.identity.names import check_name
 from skein.wire.identity.passport import Passport, key_text, new_key, utc_text
-from skein.wire.leader import split_addresses
+from skein.wire.leader import split_addresses, with_addresses
 from skein.wire.v1 import identity_pb2, identity_pb2_grpc
 
 _CALL_S = 20.0
@@ -159,14 +160,28 @@ def led_by(line: JoinLine, passport: Passport) -> Passport:
     )
 
 
+def learn_coordinators(wallet: Wallet, coordinators: Coordinators) -> None:
+    """Have a passport, and its file, name these coordinators behind those that it names already."""
+    passport = wallet.passport
+    fresh = replace(
+        passport,
+        addresses=_with(passport.addresses, ",".join(coordinators.addresses)),
+        enrol_addresses=_with(passport.enrol_addresses, ",".join(coordinators.enrol_addresses)),
+    )
+    if fresh != passport:
+        try:
+            wallet.take(fresh)
+        except UserError as error:
+            _log.warning("the identity's file does not name all coordinators: %s", error)
+
+
 def _with(known: str, others: str) -> str:
     """Addresses with others behind them: those known lead here, by whatever way.
 
     >>> _with("a:1,b:1", "c:1,b:1"), _with("a:1", "")
     ('a:1,b:1,c:1', 'a:1')
     """
-    found = dict.fromkeys(address for address in (*known.split(","), *others.split(",")) if address)
-    return ",".join(list(found)[:_MAX_ADDRESSES])
+    return ",".join(with_addresses([x for x in known.split(",") if x], [x for x in others.split(",") if x]))
 
 
 def check_clock(*, theirs_s: float, ours_s: float) -> None:

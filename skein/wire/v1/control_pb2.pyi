@@ -270,6 +270,7 @@ class Directive(_message.Message):
     WAYS_FIELD_NUMBER: _builtins.int
     TAKE_SKETCH_FIELD_NUMBER: _builtins.int
     USE_CHOICE_FIELD_NUMBER: _builtins.int
+    COORDINATORS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -310,6 +311,8 @@ class Directive(_message.Message):
     def take_sketch(self) -> Global___TakeSketch: ...
     @_builtins.property
     def use_choice(self) -> Global___UseChoice: ...
+    @_builtins.property
+    def coordinators(self) -> Global___Coordinators: ...
     def __init__(
         self,
         *,
@@ -333,12 +336,13 @@ class Directive(_message.Message):
         ways: Global___Ways | None = ...,
         take_sketch: Global___TakeSketch | None = ...,
         use_choice: Global___UseChoice | None = ...,
+        coordinators: Global___Coordinators | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "take_sketch", b"take_sketch", "use_choice", b"use_choice", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "coordinators", b"coordinators", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "take_sketch", b"take_sketch", "use_choice", b"use_choice", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "take_sketch", b"take_sketch", "use_choice", b"use_choice", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "coordinators", b"coordinators", "dismiss", b"dismiss", "evaluate", b"evaluate", "follow", b"follow", "look", b"look", "measure", b"measure", "new_generation", b"new_generation", "open_data", b"open_data", "prefetch", b"prefetch", "prepare", b"prepare", "probe", b"probe", "refused", b"refused", "save", b"save", "snapshot", b"snapshot", "start", b"start", "take_sketch", b"take_sketch", "use_choice", b"use_choice", "ways", b"ways", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss", "snapshot", "prefetch", "follow", "measure", "look", "open_data", "ways", "take_sketch", "use_choice"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "new_generation", "assign", "start", "evaluate", "prepare", "commit", "save", "probe", "dismiss", "snapshot", "prefetch", "follow", "measure", "look", "open_data", "ways", "take_sketch", "use_choice", "coordinators"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1644,6 +1648,34 @@ class Welcome(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__position) -> _WhichOneofReturnType__position | None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class Coordinators(_message.Message):
+    """host:port of each coordinator that leads or stands by, the leader's first, for when the leader is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    ENROL_ADDRESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def enrol_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where newcomers enrol; empty without certificates."""
+
+    def __init__(
+        self,
+        *,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        enrol_addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "enrol_addresses", b"enrol_addresses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Coordinators: _TypeAlias = Coordinators  # noqa: Y015
 
 @_typing.final
 class Refused(_message.Message):

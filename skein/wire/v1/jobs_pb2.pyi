@@ -294,6 +294,9 @@ class WorkersReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKERS_FIELD_NUMBER: _builtins.int
+    NUM_KNOWN_FIELD_NUMBER: _builtins.int
+    num_known: _builtins.int
+    """Workers that the run log knows, and that have not joined this coordinator yet."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """By id."""
@@ -302,10 +305,11 @@ class WorkersReply(_message.Message):
         self,
         *,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
+        num_known: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_known", b"num_known", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -383,12 +387,17 @@ class VersionReply(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
     BALLAST_FIELD_NUMBER: _builtins.int
+    COORDINATORS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     release: _builtins.str
     epoch: _builtins.int
     wall_s: _builtins.float
     """The coordinator's clock, in seconds since 1970; 0: an older one, which does not say."""
     ballast: _builtins.bytes
+    @_builtins.property
+    def coordinators(self) -> _control_pb2.Coordinators:
+        """Absent while no standby is there."""
+
     def __init__(
         self,
         *,
@@ -397,12 +406,15 @@ class VersionReply(_message.Message):
         epoch: _builtins.int = ...,
         wall_s: _builtins.float = ...,
         ballast: _builtins.bytes = ...,
+        coordinators: _control_pb2.Coordinators | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_coordinators", b"_coordinators", "coordinators", b"coordinators"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ballast", b"ballast", "epoch", b"epoch", "protocol_version", b"protocol_version", "release", b"release", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coordinators", b"_coordinators", "ballast", b"ballast", "coordinators", b"coordinators", "epoch", b"epoch", "protocol_version", b"protocol_version", "release", b"release", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__coordinators: _TypeAlias = _typing.Literal["coordinators"]  # noqa: Y015
+    _WhichOneofArgType__coordinators: _TypeAlias = _typing.Literal["_coordinators", b"_coordinators"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__coordinators) -> _WhichOneofReturnType__coordinators | None: ...
 
 Global___VersionReply: _TypeAlias = VersionReply  # noqa: Y015
 

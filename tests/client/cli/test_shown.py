@@ -77,6 +77,9 @@ def test_nothing_in_a_list_says_what_to_do(coordinator: Scripted, capsys: Captur
         "no jobs yet: skein submit FILE",
         "no workers yet: skein worker up --join HOST:PORT",
     ]
+    coordinator.script.num_known = 3
+    assert run(["workers"]) == 0
+    assert capsys.readouterr().out.startswith("none connected, 3 known from before: ")
 
 
 def test_status_is_complete(capsys: Captured) -> None:

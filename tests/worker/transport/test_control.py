@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator import serving
 from coordinator.records.logfile import LogBusy
 from coordinator.records.store import RunLog
 from skein.errors import UserError
@@ -68,6 +69,20 @@ async def test_where_no_connection_comes_up_a_clock_or_a_certificate_is_named() 
         await eventually(lambda: f"{DEAD}: the clock of {DEAD} is off" in greeter.reasons)
     async with greeting(DEAD, explain=lambda _: None) as greeter:
         await eventually(lambda: any("nothing listens there" in reason for reason in greeter.reasons))
+
+
+async def test_a_worker_learns_of_a_standby_that_comes_later_and_follows_a_takeover_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "SAMPLE_S", 0.02)
+    async with leading(tmp_path) as leader, greeting(leader.where().address) as greeter:
+        await eventually(lambda: greeter.epochs == [1])
+        async with standing_by(tmp_path) as (waits, _):
+            await eventually(
+                lambda: greeter.control._where._addresses == (leader.where().address, waits.address)
+            )
+            await leader.stop()
+            await eventually(lambda: greeter.epochs == [1, 2])
 
 
 async def test_a_worker_that_was_there_first_joins_whoever_comes(tmp_path: Path) -> None:
