@@ -1,6 +1,6 @@
-"""How the tree is cut: one public name, one module; packages of at most a dozen modules, files of 500 lines.
+"""How the tree is cut: one public name is defined in one module, and a file is one idea of at most 800 lines.
 
-Who looks for a class or a function finds one, and who opens a folder takes it in at a glance.
+Modules are not counted: packages are cut by which code may know which, and import-linter holds that.
 """
 
 import ast
@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tests.contract.source import PACKAGES, ROOT, parse, python_files
 
-MAX_MODULES = 12
-MAX_LINES = 500
+MAX_LINES = 800
 SEVERAL_MODULES = {"Refused", "main", "run"}
 """A message by its name on the wire, and what users of the client catch: both are held to it. And where each program
 begins: with the arguments of its process, or with those given."""
@@ -41,13 +40,6 @@ def test_one_public_name_is_defined_in_one_module() -> None:
         for name in public_names(parse(path)):
             modules[name].append(path)
     assert {name for name, paths in modules.items() if len(paths) > 1} == SEVERAL_MODULES
-
-
-def test_no_package_has_more_than_a_dozen_modules() -> None:
-    modules: dict[str, int] = defaultdict(int)
-    for path in python_files(*PACKAGES):
-        modules[str(path.parent.relative_to(ROOT))] += path.stem != "__init__"
-    assert {folder for folder, count in modules.items() if count > MAX_MODULES} == set()
 
 
 def test_no_file_is_longer_than_people_read_in_one_sitting() -> None:
