@@ -5,6 +5,7 @@ Rules of this file
 - Whatever happens to this process, nothing that it started outlives it by more than about a second: the actor watches
   it, and a guard of its own ends the rest.
 - Ray's environment is set before Ray is imported, and set whole: nothing is left to what a machine happens to have.
+- A failure of Ray ends with the last lines of Ray's own log, which is kept in the state directory.
 """
 
 import importlib.util
@@ -25,8 +26,15 @@ from typing import TYPE_CHECKING, Self
 
 from coordinator.identity.office import ADMIN_FILE
 from coordinator.identity.office import FOLDER as AUTHORITY_FOLDER
+from coordinator.launch.environment import (
+    current_folder,
+    joining_environment,
+    ray_environment,
+    set_environment,
+)
 from coordinator.launch.folder import RayFolder, take_folder
 from coordinator.launch.guard import GIVE_UP_S
+from coordinator.launch.raylog import RayFailedError, with_ray_log
 from coordinator.records.store import LOCK_FILE
 from coordinator.serving import LOCK_WAIT_S, ServingOptions
 from coordinator.telling.logs import LOG_FILE, LogFollower
@@ -46,7 +54,6 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 7411
 DEFAULT_METRICS_PORT = 7412
 DEFAULT_ENROL_PORT = 7413
-RAY_TOKEN_FILE = "ray_token"  # noqa: S105 - a file name
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - only compared with
 START_BYTES = 1 << 20
 """Bytes that the log and its files take until the first step."""
@@ -210,10 +217,17 @@ def _run(options: CoordinatorOptions, signals: _Signals, undo: ExitStack) -> Non
         if options.metrics_port is not None:
             _require_free("metrics_port", options.metrics_host, options.metrics_port)
     undo.callback(LogFollower(_log_file(options, state_dir), sys.stderr).close)
-    cluster = _start_ray(options, state_dir, undo)
-    undo.callback(cluster.leave)
-    signals.install()
-    _host(options, state_dir, cluster, signals, undo)
+    folder = _take_ray_folder(state_dir, undo).path if options.ray_address is None else None
+    try:
+        cluster = _start_ray(options, folder, state_dir)
+        undo.callback(cluster.leave)
+        signals.install()
+        _host(options, state_dir, cluster, signals, undo)
+    except RayFailedError as error:
+        if folder is None:
+            raise
+        # The folder with Ray's log is removed as soon as this function is left.
+        raise with_ray_log(error, folder, state_dir) from error
 
 
 def _prepare(options: CoordinatorOptions, signals: _Signals) -> Path:
@@ -284,52 +298,41 @@ def _require_free(field: str, host: str, port: int) -> None:
 # --- Ray ---
 
 
-def ray_environment(state_dir: Path) -> dict[str, str]:
-    """Environment of a cluster of our own: nothing is reported to anybody, and nobody else gets in.
-
-    A token is needed for whatever reaches Ray's ports, and these listen on loopback: Ray has no setting for that on
-    Linux, but takes loopback for its address when it is told that it cannot form clusters.
-    """
-    token_file = state_dir / RAY_TOKEN_FILE
-    if not token_file.exists():
-        with open(token_file, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            file.write(secrets.token_hex(32))
-    return {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token_file),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_COLOR_PREFIX": "0",
-        # Ray's own 15 gives the actor a thirtieth of the CPU beside busy workers, and a restart takes minutes.
-        "RAY_worker_niceness": "0",
-    }
+def _take_ray_folder(state_dir: Path, undo: ExitStack) -> RayFolder:
+    """A private folder for the files of a cluster of our own; a guard removes it with the cluster."""
+    folder = take_folder(state_dir)
+    undo.callback(folder.close)
+    if not folder.path.is_relative_to(state_dir):
+        print(f"Ray's files are in {folder.path}, for {state_dir} cannot carry its sockets", file=sys.stderr)
+    undo.callback(_Guard(folder).close)
+    return folder
 
 
-def _start_ray(options: CoordinatorOptions, state_dir: Path, undo: ExitStack) -> "Cluster":
-    if options.ray_address is None:
-        folder = take_folder(state_dir)
-        undo.callback(folder.close)
-        if not folder.path.is_relative_to(state_dir):
-            print(
-                f"Ray's files are in {folder.path}, for {state_dir} cannot carry its sockets", file=sys.stderr
-            )
-        undo.callback(_Guard(folder).close)
-        for name in [name for name in os.environ if name.startswith("RAY_AUTH")] + ["RAY_ADDRESS"]:
-            os.environ.pop(name, None)
-        os.environ.update(ray_environment(state_dir))
-    else:
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        # Never whatever the machine has in a home directory: both sides must be told the same.
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+def _start_ray(options: CoordinatorOptions, folder: Path | None, state_dir: Path) -> "Cluster":
+    """Start a cluster in `folder`; None: connect to the one at the address given."""
+    try:
+        ours = joining_environment(os.environ) if folder is None else ray_environment(folder)
+    except OSError as error:
+        raise UserError(
+            "state_dir", str(folder), f"{error.strerror}; Ray's token cannot be written"
+        ) from error
+    removed = set_environment(os.environ, ours, is_own=folder is not None)
+    if removed:
+        print(f"Ray does not get these variables of the environment: {', '.join(removed)}", file=sys.stderr)
+    with current_folder(state_dir if folder is None else folder):
+        return _in_cluster(options, folder)
+
+
+def _in_cluster(options: CoordinatorOptions, folder: Path | None) -> "Cluster":
     # Ray reads its environment when it is imported.
     from coordinator.host import cluster
 
     try:
-        if options.ray_address is not None:
+        if folder is None:
+            assert options.ray_address is not None
             return cluster.connect(options.ray_address, allow_insecure=options.allow_insecure)
         return cluster.start_local(
-            folder.path, num_cpus=options.num_cpus, object_store_bytes=options.object_store_bytes
+            folder, num_cpus=options.num_cpus, object_store_bytes=options.object_store_bytes
         )
     except SystemExit as error:
         # Ray's own answer to SIGTERM, while it starts.

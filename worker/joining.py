@@ -31,7 +31,8 @@ async def identity_by(line: JoinLine, name: str | None, default_name: str, state
             "join", line.role, "the line makes no worker; get one: skein token create --role worker"
         )
     path = state_dir / "identities" / f"{name or f'line-{line.token}'}.json"
-    if path.exists() and (kept := Passport.load(path)).authority == line.authority:
+    kept = Passport.load_if_whole(path)
+    if kept is not None and kept.authority == line.authority:
         try:
             fresh = await renewed_if_due(led_by(line, kept), clock=time.time)
         except UserError as error:

@@ -21,6 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coordinator.host.actor import Failed, Host, HostOptions
+from coordinator.launch.raylog import RayFailedError
 from coordinator.serving import Serves
 from skein.errors import LocalError, UserError
 from skein.wire.channel import split_address
@@ -98,7 +99,7 @@ def start_local(temp_dir: Path, *, num_cpus: int, object_store_bytes: int) -> Cl
             error, (RayError, RuntimeError, OSError, ValueError)
         ):
             raise
-        raise LocalError(f"Ray does not start: {_one_line(error)}; its own log is in {temp_dir}") from error
+        raise RayFailedError(f"Ray does not start: {_one_line(error)}") from error
     return Cluster([child for child in psutil.Process().children() if child.name() in _VITAL])
 
 
@@ -194,7 +195,7 @@ class HostActor:
         try:
             return cls(_make(options), cluster)
         except (RayError, RuntimeError, ValueError) as error:
-            raise LocalError(f"the coordinator's actor cannot be made: {_one_line(error)}") from error
+            raise RayFailedError(f"the coordinator's actor cannot be made: {_one_line(error)}") from error
 
     def listens(self, seconds: float) -> str | None:
         """Waits so long at most; gives where the coordinator listens, None while it does not yet.
@@ -232,7 +233,7 @@ class HostActor:
             done, _ = ray.wait([answer], timeout=seconds)
             found = ray.get(answer) if done else None
         except RayError as error:
-            raise LocalError(f"{failure}: {_one_line(error)}") from error
+            raise RayFailedError(f"{failure}: {_one_line(error)}") from error
         if isinstance(found, Failed):
             raise LocalError(found.line)
         return found
@@ -254,13 +255,13 @@ class HostActor:
             ray.get(self._alive)
             self._alive, self._asked_s = self._actor.alive.remote(), now
         elif not done and now - self._asked_s > ANSWER_S:
-            hint = f"{ANSWER_S:.0f} s: it is frozen, or Ray cannot make it; Ray's own log says more"
-            raise LocalError(f"the coordinator's actor has not answered for {hint}")
+            hint = f"{ANSWER_S:.0f} s: it is frozen, or Ray cannot make it"
+            raise RayFailedError(f"the coordinator's actor has not answered for {hint}")
 
     def _require_whole(self) -> None:
         gone = self._cluster.broken()
         if gone is not None:
-            raise LocalError(f"{gone}, so the coordinator stops; the state is intact, start it again")
+            raise RayFailedError(f"{gone}, so the coordinator stops; the state is intact, start it again")
 
 
 def _make(options: HostOptions) -> _Handle:

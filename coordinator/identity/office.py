@@ -186,7 +186,7 @@ def make_admin(
     """
     names = chain((ADMIN.name,), (f"{ADMIN.name}-{number}" for number in count(2)))
     admin = next(who for name in names if register.may_enter(who := replace(ADMIN, name=name)))
-    before = Passport.load(file) if file.exists() else None
+    before = Passport.load_if_whole(file)
     if before is not None and before.authority == authority.pem and before.caller == admin:
         made = replace(before, certificate=authority.certify(before.request(), admin, now_s=now_s))
     else:

@@ -133,7 +133,7 @@ class AuditLog:
             after = position_of(line)
             assert after is not None
             head = {"number": after.number, "digest": after.digest}
-            replace_file(self._folder / HEAD_FILE, json.dumps(head))
+            replace_file(self._folder / HEAD_FILE, json.dumps(head) + "\n")
 
     def _last(self) -> tuple[Path | None, ChainPosition]:
         """The file to go on in, and the position to go on from: what the head knows, or a line beyond it."""

@@ -50,7 +50,7 @@ def write_mirror(directory: Path, mirror: Mirror) -> None:
     """
     tail, key = mirror.tail, mirror.key.hex()
     position = {"entry": tail.entry, "epoch": tail.epoch, "digest": (tail.digest or b"").hex(), "key": key}
-    replace_file(directory / MIRROR_FILE, json.dumps(position))
+    replace_file(directory / MIRROR_FILE, json.dumps(position) + "\n")
 
 
 def take_key(directory: Path, mirror: Mirror | None) -> tuple[bytes, bool]:
@@ -71,7 +71,7 @@ def take_key(directory: Path, mirror: Mirror | None) -> tuple[bytes, bool]:
         return kept, False
     mirrored = b"" if mirror is None else mirror.key
     key = mirrored or secrets.token_bytes(KEY_BYTES)
-    replace_file(path, key.hex())
+    replace_file(path, f"{key.hex()}\n")
     return key, not mirrored
 
 
@@ -92,7 +92,7 @@ def replace_file(path: Path, text: str) -> None:
     """
     new = path.with_name(f".{path.name}-{os.getpid()}")
     with open(new, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(f"{text}\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)

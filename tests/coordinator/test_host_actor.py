@@ -166,7 +166,7 @@ def test_a_ray_at_a_public_address_is_told_of(caplog: pytest.LogCaptureFixture) 
 
 def test_a_ray_that_does_not_come_up_in_time_is_one_line(fake: FakeRay, tmp_path: Path) -> None:
     fake.error = Exception("The current node timed out during startup.")
-    with pytest.raises(LocalError, match=r"Ray does not start: The current node timed out .*; its own log"):
+    with pytest.raises(LocalError, match=r"Ray does not start: The current node timed out"):
         start_local(tmp_path, num_cpus=2, object_store_bytes=80 << 20)
     fake.error = KeyError("of ours")
     with pytest.raises(KeyError):

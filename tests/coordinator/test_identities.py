@@ -135,7 +135,7 @@ async def test_a_line_lets_in_as_many_as_it_says_for_as_long_as_it_says(tmp_path
             await enrol(line, "c", clock=time.time)
         with pytest.raises(UserError, match="is not known here"):
             await enrol(replace(line, secret="x" * 43), "c", clock=time.time)
-        with pytest.raises(UserError, match="belongs to another key until"):
+        with pytest.raises(UserError, match=r"belongs to another key until"):
             await enrol(await known.line(), "a", clock=time.time)
 
 
@@ -293,6 +293,32 @@ def test_the_coordinator_renews_itself_again_after_its_disk_was_full(tmp_path: P
         office.look()
         assert office.wallet.passport != before
     office.close()
+
+
+@pytest.mark.parametrize("left", [b"", b'{"key": "', b"\xff\xfe" * 300, b"[1, 2]", b"{}"])
+async def test_a_damaged_identity_file_is_made_anew_and_refuses_no_start(left: bytes, tmp_path: Path) -> None:
+    async with cluster(tmp_path) as known:
+        _ = await identity_by(await known.line(), "w-1", "", tmp_path)
+    for path in (tmp_path / FOLDER / ADMIN_FILE, tmp_path / "identities" / "w-1.json"):
+        path.write_bytes(left)
+    async with cluster(tmp_path) as known:
+        assert await known.version(known.admin) == 2
+        # The name stays with the lost key while that key's certificate counts: a thief of names gets no further.
+        with pytest.raises(UserError, match=r"belongs to another key until .*; give another name"):
+            await identity_by(await known.line(), "w-1", "", tmp_path)
+        other = tmp_path / "identities" / "w-2.json"
+        other.touch(mode=0o600)
+        other.write_bytes(left)
+        again = (await identity_by(await known.line(), "w-2", "", tmp_path)).passport
+        assert await known.version(again) == 2
+
+
+def test_an_identity_that_others_can_read_is_refused_though_it_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "w-1.json"
+    path.write_text("")
+    path.chmod(0o644)
+    with pytest.raises(UserError, match="other users can read it"):
+        Passport.load_if_whole(path)
 
 
 async def test_who_watches_for_longer_than_a_certificate_counts_renews_it(tmp_path: Path) -> None:

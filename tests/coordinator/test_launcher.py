@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +15,6 @@ from coordinator.launcher import (
     USAGE,
     CoordinatorOptions,
     needs_certificates,
-    ray_environment,
     run_coordinator,
 )
 from coordinator.records.store import LOCK_FILE
@@ -134,18 +132,6 @@ def test_a_start_on_a_full_disk_waits_for_room_and_says_so(
     assert len(tries) == 3
     [line] = capsys.readouterr().err.splitlines()
     assert line == f"waiting: No space left on device: a start needs 1.0 MiB in {tmp_path}; make room"
-
-
-def test_ray_is_told_to_keep_strangers_out_and_reports_to_nobody(tmp_path: Path) -> None:
-    environment = ray_environment(tmp_path)
-    token_file = Path(environment["RAY_AUTH_TOKEN_PATH"])
-    assert environment["RAY_AUTH_MODE"] == "token"
-    assert environment["RAY_USAGE_STATS_ENABLED"] == "0"
-    assert environment["RAY_worker_niceness"] == "0"
-    assert token_file.stat().st_mode & 0o777 == 0o600
-    assert len(token_file.read_text()) == 64
-    assert ray_environment(tmp_path) == environment
-    assert os.environ.get("RAY_AUTH_TOKEN_PATH") != str(token_file)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,9 @@ MAX_REQUEST_BYTES = 4096
 _AUTHORITY_DAYS = 3650
 _EARLIER = timedelta(minutes=5)
 """So much earlier a certificate begins, for clocks that are a little behind."""
+_CURE = (
+    "restore it from a backup, or remove the folder to begin anew: all identities of this cluster end then"
+)
 KEY_FILE, CERTIFICATE_FILE = "authority.key", "authority.pem"
 
 
@@ -77,7 +80,7 @@ class Authority:
             key = load_key(read_private(key_file))
             certificate = x509.load_pem_x509_certificate(certificate_file.read_bytes())
         except ValueError as error:
-            raise UserError("authority", str(folder), f"holds no authority ({error}); restore it") from error
+            raise UserError("authority", str(folder), f"holds no authority ({error}); {_CURE}") from error
         if certificate.public_key() != key.public_key():
             raise UserError(
                 "authority", str(folder), "key and certificate belong to different ones; restore them"

@@ -6,6 +6,7 @@ Rules of this file
 """
 
 import json
+import logging
 import os
 import stat
 from collections.abc import Sequence
@@ -22,6 +23,11 @@ from skein.wire.identity.names import Caller
 
 RENEW_BELOW = 1 / 3
 """Share of a certificate's life that is left when it is renewed."""
+_log = logging.getLogger(__name__)
+
+
+class DamagedIdentityError(UserError):
+    """A file of an identity is empty, cut short or overwritten."""
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
@@ -113,17 +119,35 @@ class Passport:
         """Read what `save` has kept.
 
         Raises:
-            UserError: it cannot be read, others can read it, or it is none.
+            UserError: it cannot be read, others can read it, or it is none (`DamagedIdentityError`).
         """
         text = read_private(path)
         try:
             passport = cls(**json.loads(text))
             _ = passport.caller, load_key(passport.key)
         except (ValueError, TypeError) as error:
-            raise UserError(
+            raise DamagedIdentityError(
                 "identity", str(path), f"is no identity ({error}); remove it and join anew"
             ) from error
         return passport
+
+    @classmethod
+    def load_if_whole(cls, path: Path) -> "Passport | None":
+        """Read what `save` has kept, for a caller that can make another one.
+
+        Returns:
+            None where there is no file, or a damaged one: empty, cut short or overwritten. The latter is logged.
+
+        Raises:
+            UserError: it cannot be read, or others can read it.
+        """
+        if not path.exists():
+            return None
+        try:
+            return cls.load(path)
+        except DamagedIdentityError as error:
+            _log.warning("the identity is made anew: %s", error)
+            return None
 
 
 def load_key(text: str) -> ec.EllipticCurvePrivateKey:
@@ -176,10 +200,20 @@ def write_private(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
+        _sync_folder(path.parent)
     except OSError as error:
         raise UserError(
             "identity", str(path), f"{error.strerror}; give a folder that you can write"
         ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable: without it a new file may be gone, or empty, after a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_private(path: Path) -> str:
@@ -189,7 +223,7 @@ def read_private(path: Path) -> str:
         UserError: it cannot be read, or others can.
     """
     try:
-        mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text(encoding="ascii")
+        mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text(encoding="ascii", errors="replace")
     except OSError as error:
         raise UserError("identity", str(path), f"{error.strerror}; give a file that you can read") from error
     if mode & 0o077:
