@@ -127,6 +127,7 @@ class Driver:
         journal: told what is durable, which states jobs are in, and what is logged about them.
         meter: counts.
         note_worker: told which workers come, are turned away and go, for the audit log.
+        obstacle: says why the log takes nothing; "" where it is not known.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Driver:
         journal: Journal,
         meter: CoordinatorMetrics,
         note_worker: Callable[[WorkerId, str], None],
+        obstacle: Callable[[], str] = lambda: "",
     ) -> None:
         self.machine = machine
         self.now = clock
@@ -151,6 +153,7 @@ class Driver:
         self.files = Filing(checkpoints)
         self._meter = meter
         self._note_worker = note_worker
+        self._obstacle = obstacle
         self._inbox: asyncio.Queue[_Item] = asyncio.Queue(MAX_WAITING)
         self._streams: dict[tuple[WorkerId, Incarnation], Stream] = {}
         self.coordinators: Coordinators | None = None
@@ -240,14 +243,15 @@ class Driver:
     async def settled(self, patience_s: float = SETTLE_S) -> str:
         """Waits until all that the machine knows now is durable, so that an answer made of it stays true.
 
-        Not for ever: on a full disk it gives, after `patience_s`, what is to be told with the answer; else "".
+        Where the disk takes nothing it gives, after `patience_s`, a warning to send with the answer; else "".
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._settled.wait()
                 return ""
         waited_s = time.monotonic() - self._appending_since
-        return f"the run log has taken nothing for {waited_s:.0f} s, so nothing is decided: is its disk full?"
+        why = self._obstacle() or "the storage of the state directory does not answer"
+        return f"the run log has taken nothing for {waited_s:.0f} s, so nothing is decided: {why}"
 
     def said(self, worker: WorkerId, lines: Sequence[LogLine]) -> None:
         """A worker's log lines go to those who watch the job that it is with."""

@@ -127,7 +127,7 @@ class ReplayedLog:
 
     def drive(
         self,
-        log: AppendLog,
+        log: PatientLog,
         store: CheckpointStore,
         plan: AnswerPlan,
         choose: AnswerChoice,
@@ -137,7 +137,7 @@ class ReplayedLog:
         """The driver, once all is replayed."""
         self.driver = Driver(
             self.machine,
-            log,
+            traced(log),
             plan=plan,
             choose=choose,
             checkpoints=store,
@@ -145,6 +145,7 @@ class ReplayedLog:
             journal=self.journal,
             meter=self.metrics,
             note_worker=audit.note_worker,
+            obstacle=lambda: log.obstacle,
         )
         return self.driver
 
@@ -319,9 +320,9 @@ class Serving:
             memory.replay(rest)
             memory.machine.sign_with(log.key)
             _refuse_crash_loop(memory.openings, now=clock())
-            patient = PatientLog(wrap(log))
+            patient = PatientLog(wrap(log), options.state_dir)
             store = CheckpointStore(options.state_dir / CHECKPOINTS, places=options.places)
-            driver = memory.drive(traced(patient), store, plan, choose, clock, doors.audit)
+            driver = memory.drive(patient, store, plan, choose, clock, doors.audit)
             lead, roster = Lead(log, doors.address, takeover_s=options.takeover_s), Roster(memory.machine)
             doors.board.lead(Looks(driver, roster, memory.metrics))
             await doors.service.admit(driver, store, roster, lead, doors.board)

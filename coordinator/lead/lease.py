@@ -6,13 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NoReturn
 
 from coordinator.driver import AppendLog
 from coordinator.records.logfile import LogBusy, LogFull
 from coordinator.records.mirror import MIRROR_FILE
 from coordinator.records.store import RunLog
+from skein.errors import LocalError
 from skein.protocol.log.records import Record
+from skein.storage.outside import obstacle_to_writing
 
 RENEWALS = 6
 """In the time after which a standby takes over; several may be late before it matters."""
@@ -105,15 +108,22 @@ class Lead:
 
 
 class PatientLog:
-    """A run log that waits where the disk is full instead of failing: its coordinator pauses until there is room.
+    """A run log that waits where the disk takes nothing instead of failing: its coordinator pauses for so long.
 
     Nothing that is not durable is announced meanwhile, for `append` does not return; what workers and clients say
     waits in their streams.
+
+    Args:
+        log: the `RunLog`.
+        directory: the state directory, which is asked why it takes nothing; None: disks are taken to be full.
     """
 
-    def __init__(self, log: AppendLog) -> None:
+    def __init__(self, log: AppendLog, directory: Path | None = None) -> None:
         self._log = log
+        self._directory = directory
         self._stopping = threading.Event()
+        self.obstacle = ""
+        """Reason for which the newest append waits, with the cure; "" while the log takes entries."""
 
     def append(self, records: Sequence[Record]) -> None:
         """Append to the `RunLog`, waiting while it takes nothing.
@@ -126,15 +136,23 @@ class PatientLog:
             try:
                 self._log.append(records)
             except (LogFull, LogBusy) as error:
+                self.obstacle = self._obstacle_of(error)
                 if not waits:
-                    _log.error("the run log takes nothing: %s; waiting, make room", error)
+                    _log.error("the run log takes nothing: %s; waiting: %s", error, self.obstacle)
                 waits = True
                 if self._stopping.wait(AGAIN_S):
                     raise
             else:
                 if waits:
+                    self.obstacle = ""
                     _log.info("the run log takes entries again")
                 return
+
+    def _obstacle_of(self, error: LocalError) -> str:
+        """Reason of a failed append, asked anew each time: a full disk may become a read-only one."""
+        if isinstance(error, LogBusy):
+            return "another process writes to the run log and does not end"
+        return "make room" if self._directory is None else obstacle_to_writing(self._directory)
 
     def read(self) -> Iterator[Record]:
         """Records of the `RunLog`, in order."""

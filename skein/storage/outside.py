@@ -30,6 +30,8 @@ PIECE_BYTES = 1 << 22
 SYNC_BYTES = 1 << 24
 """Written between two syncs, so that none is so long that it counts as silence, though many share a slow disk."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_LEAST_ROOM_BYTES = 1 << 20
+"""With less room than that a disk counts as full."""
 _here = threading.local()
 
 
@@ -139,6 +141,25 @@ def require_room(folder: Path, num_bytes: int, *, reserved_bytes: int = 0) -> No
 def is_full(error: OSError) -> bool:
     """Whether a write failed for want of room, or of quota."""
     return error.errno in _FULL
+
+
+def obstacle_to_writing(folder: Path) -> str:
+    """Reason for which `folder` takes no writes, with the cure, as far as the operating system says.
+
+    Call it on a thread that may block: storage that does not answer does not answer this either.
+    """
+    try:
+        state = os.statvfs(folder)
+    except OSError as error:
+        return f"{folder} cannot be reached ({error.strerror}): is it mounted?"
+    if state.f_flag & os.ST_RDONLY:
+        return f"the file system of {folder} is read-only: mount it for writing"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"this user may not write to {folder}: give it the permission"
+    has_files = state.f_favail > 0 or state.f_files == 0  # some file systems do not count them
+    if state.f_bavail * state.f_frsize < _LEAST_ROOM_BYTES or not has_files:
+        return f"the disk of {folder} is full: make room"
+    return f"the storage of {folder} fails, or a quota is used up: see the log of the operating system"
 
 
 @contextmanager

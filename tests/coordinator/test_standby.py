@@ -1,10 +1,12 @@
 """A standby follows and refuses; a leader that is silent, frozen or killed between any two steps loses nothing."""
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from grpc import StatusCode, aio
@@ -302,6 +304,44 @@ def test_what_is_no_matter_of_room_is_not_waited_for() -> None:
     log.error = Fenced("epoch 1 is over")
     with pytest.raises(Fenced):
         PatientLog(log).append([submitted("a")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "cure"),
+    [
+        ({"f_flag": os.ST_RDONLY}, "is read-only: mount it for writing"),
+        ({"f_bavail": 0}, "is full: make room"),
+        ({"f_files": 1000, "f_favail": 0}, "is full: make room"),
+        ({}, "see the log of the operating system"),
+    ],
+)
+def test_a_log_that_waits_says_why_its_directory_takes_nothing(
+    changes: dict[str, int], cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(MemoryLog):
+        num_refused = 0
+
+        def append(self, records: Sequence[Record]) -> None:
+            self.num_refused += 1
+            if self.num_refused < 3:
+                raise LogFull("disk I/O error")
+            seen.append(patient.obstacle)
+            super().append(records)
+
+    real = os.statvfs(tmp_path)
+    roomy = {"f_bavail": 1 << 30, "f_files": 0, "f_flag": real.f_flag & ~os.ST_RDONLY}
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**{**state_of(real), **roomy, **changes}))
+    monkeypatch.setattr(lease, "AGAIN_S", 0.0)
+    seen: list[str] = []
+    patient = PatientLog(Refusing([opened(1)]), tmp_path)
+    patient.append([submitted("a")])
+    assert [why.endswith(cure) for why in seen] == [True]
+    assert patient.obstacle == ""
+
+
+def state_of(found: os.statvfs_result) -> dict[str, int]:
+    """Fields of a file system's state by name."""
+    return {name: getattr(found, name) for name in ("f_bavail", "f_frsize", "f_favail", "f_files", "f_flag")}
 
 
 # --- killed at a boundary ---
