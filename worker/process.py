@@ -246,6 +246,7 @@ class _Parts:
                 group=group,
                 dial=ways.dial,
                 dial_directly=ways.dial_directly,
+                relay_trouble=ways.trouble,
                 on_failed=self.inbox.on_send_failed,
                 on_taken=self.inbox.on_taken,
                 statistics=statistics,

@@ -1,12 +1,15 @@
 """One host has one share of what is bounded, whatever addresses it has."""
 
 from itertools import pairwise
+from urllib.parse import quote
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skein.wire.serving.doorway import _host
 from skein.wire.serving.hosts import counted_as, host_of, is_from_here
+from tests.support.addresses import own_addresses
 from worker.transport.receiving.slots import peer_of
 
 HALF = st.integers(0, 2**64 - 1)
@@ -45,3 +48,26 @@ def test_connections_of_this_machine_are_each_a_peer_of_their_own() -> None:
         assert is_from_here(peer)
         assert peer_of(peer) == peer
     assert not is_from_here("ipv6:%5B::ffff:10.0.0.1%5D:1")
+
+
+@pytest.mark.parametrize("address", own_addresses())
+def test_a_connection_from_an_own_address_of_this_machine_comes_from_here(address: str) -> None:
+    peer = f"ipv6:{quote(f'[{address}]', safe=':')}:4711" if ":" in address else f"ipv4:{address}:4711"
+    assert is_from_here(peer)
+    assert peer_of(peer) == peer
+
+
+@pytest.mark.parametrize(
+    "peer",
+    [
+        "ipv4:192.0.2.77:1",
+        "ipv4:0.0.0.0:1",
+        "ipv4:255.255.255.255:1",
+        "ipv6:%5B::2%5D:1",
+        "ipv6:%5B2001:db8::1%5D:1",
+        "ipv6:%5B::ffff:192.0.2.77%5D:1",
+    ],
+)
+def test_a_connection_from_another_machine_does_not_come_from_here(peer: str) -> None:
+    """`::2` is of the /64 that loopback has, and belongs to nobody."""
+    assert not is_from_here(peer)

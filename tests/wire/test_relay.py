@@ -14,7 +14,7 @@ from grpc import aio
 
 from skein.protocol.messages.ways import RelayPlace, Way
 from skein.types import Incarnation, WorkerId
-from skein.wire.channel import Lane, bind, open_channel, open_channel_to, open_server
+from skein.wire.channel import Lane, bind, join_address, open_channel, open_channel_to, open_server
 from skein.wire.codec import CARRY_PART
 from skein.wire.credentials import NO_CREDENTIALS, Credentials, Wallet
 from skein.wire.extra import AnswerCall, CallPeer, CarriedBytes, CarryPart
@@ -26,6 +26,7 @@ from skein.wire.relay.calling import RelayedPeers
 from skein.wire.relay.carrying import DialRelay
 from skein.wire.relay.switchboard import Switchboard
 from skein.wire.v1 import peer_pb2, peer_pb2_grpc, relay_pb2, relay_pb2_grpc
+from tests.support.addresses import own_addresses
 from tests.support.turns import until
 
 ALICE, BOB = WorkerId("alice"), WorkerId("bob")
@@ -59,6 +60,7 @@ class Scene:
     """A relay; Bob, who only dials out and listens there; and Alice, who calls him."""
 
     port: int
+    host: str
     board: Switchboard
     relay: aio.Server
     alice: RelayedPeers
@@ -79,14 +81,18 @@ class Scene:
 
     def stub(self) -> "relay_pb2_grpc.RelayAsyncStub":
         """The relay, for calls by hand."""
-        channel = open_channel(f"127.0.0.1:{self.port}", Lane.STATE, credentials=self.shown)
+        channel = open_channel(join_address(self.host, self.port), Lane.STATE, credentials=self.shown)
         self.stack.push_async_callback(channel.close, None)
         return relay_pb2_grpc.RelayStub(channel)
 
 
 @asynccontextmanager
 async def scene(
-    *, has_certificates: bool = False, is_offered: bool = True, listens: bool = True
+    *,
+    has_certificates: bool = False,
+    is_offered: bool = True,
+    listens: bool = True,
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[Scene]:
     def shown(caller: Caller) -> Credentials:
         return (
@@ -99,7 +105,7 @@ async def scene(
         board, bob = Switchboard(is_offered=is_offered), Peer()  # type: ignore[abstract]
         relay = open_server(credentials=shown(COORDINATOR))
         board.attach(relay)
-        port = bind(relay, "127.0.0.1", 0, credentials=shown(COORDINATOR))
+        port = bind(relay, host, 0, credentials=shown(COORDINATOR))
         await relay.start()
         stack.push_async_callback(relay.stop, None)
         server = open_server(credentials=shown(worker_caller(BOB)))
@@ -109,7 +115,7 @@ async def scene(
         stack.push_async_callback(server.stop, None)
 
         def dial_as(caller: Caller) -> DialRelay:
-            return lambda _, lane: open_channel(f"127.0.0.1:{port}", lane, credentials=shown(caller))
+            return lambda _, lane: open_channel(join_address(host, port), lane, credentials=shown(caller))
 
         listening = Listening(BOB, ONE, dial=dial_as(worker_caller(BOB)), host="127.0.0.1", port=own)
         listening.take([RELAY] if listens else [])
@@ -118,7 +124,13 @@ async def scene(
         alice.take([Way(peer=BOB, incarnation=ONE, relay=RELAY)])
         stack.callback(alice.close)
         made = Scene(
-            port=port, board=board, relay=relay, alice=alice, bob=bob, shown=shown(worker_caller(ALICE))
+            port=port,
+            host=host,
+            board=board,
+            relay=relay,
+            alice=alice,
+            bob=bob,
+            shown=shown(worker_caller(ALICE)),
         )
         stack.push_async_callback(made.stack.aclose)
         yield made
@@ -138,6 +150,27 @@ async def test_a_worker_that_only_dials_out_is_called_by_way_of_the_relay(has_ce
         assert [await exchange(call) for _ in range(3)] == [len(PART.data)] * 3
         assert made.board.num_bytes > 3 * len(PART.data)
         assert made.board.num_connections == 1
+
+
+@pytest.mark.parametrize("host", own_addresses())
+async def test_a_worker_that_listens_at_an_own_address_calls_back_the_one_that_listens_there(
+    host: str,
+) -> None:
+    async with scene(is_offered=False, host=host) as made:
+        assert await exchange(made.call()) == len(PART.data)
+        assert made.alice.trouble(BOB) == ""
+
+
+async def test_a_refusal_by_the_relay_is_the_reason_that_its_caller_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(switchboard, "is_from_here", lambda _: False)
+    async with scene(is_offered=False) as made:
+        with pytest.raises(aio.AioRpcError):
+            await exchange(made.call())
+        assert made.alice.trouble(BOB) == (
+            "the relay coordinator: this worker relays for itself only: see --relay"
+        )
 
 
 async def test_whoever_answers_by_another_name_is_not_spoken_to() -> None:

@@ -1,8 +1,9 @@
 """The sending half of a worker's data plane."""
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
+from skein.errors import RemoteError
 from skein.plan.ops import Direction
 from skein.protocol.messages.directives import Member
 from skein.protocol.messages.tensors import Envelope, HopTensor, TensorHeader
@@ -11,7 +12,7 @@ from skein.wire.calling import DialPeer
 from skein.wire.channel import Lane
 from skein.wire.extra import DialBack, FetchStateRequest, StateKind
 from worker.bundle import Bundle, Limits, WireTensor
-from worker.transport.fetching.fetch import Fetcher
+from worker.transport.fetching.fetch import AbsentError, Fetcher
 from worker.transport.links import MeasuredLinks, Sight, look_at, measure_link
 from worker.transport.outbox import LaneOutbox, OnFailed, OnTaken, ignore_taken
 from worker.transport.pace import PeerPace, PeerPatience
@@ -40,6 +41,7 @@ class Peers:
         group: entered before the first `send` and left after `close`.
         dial: opens channels to a peer, `skein.wire.channel.open_channel_to` with credentials, for instance.
         dial_directly: the same at the peer's address, where `dial` may go another way.
+        relay_trouble: gives the reason why a peer's relay does not carry, empty if it does: added to failures.
         on_failed: told when a peer did not take what was sent to it.
         on_taken: told of each tensor that a peer has accepted, and how long that took.
         has_checksums: whether parts of tensors carry one; between certificates TLS refuses what was changed on its way,
@@ -54,6 +56,7 @@ class Peers:
         group: asyncio.TaskGroup,
         dial: DialPeer,
         dial_directly: DialPeer | None = None,
+        relay_trouble: Callable[[WorkerId], str] = lambda _: "",
         on_failed: OnFailed,
         on_taken: OnTaken = ignore_taken,
         statistics: Statistics,
@@ -66,6 +69,7 @@ class Peers:
         self._group = group
         self._dial = dial
         self._dial_directly = dial_directly or dial
+        self._relay_trouble = relay_trouble
         self._on_failed = on_failed
         self._on_taken = on_taken
         self._statistics = statistics
@@ -141,7 +145,7 @@ class Peers:
             kind=StateKind.STATE,
             door=member.door,
         )
-        return await self._fetcher.state(member, request)
+        return await self._fetch(member, request)
 
     async def fetch_result(
         self, member: Member, job: JobId, stage: StageIndex, step: Step
@@ -155,7 +159,22 @@ class Peers:
         request = FetchStateRequest(
             job=job, stage=stage, version=step, names=(), kind=StateKind.RESULT, door=member.door
         )
-        return await self._fetcher.state(member, request)
+        return await self._fetch(member, request)
+
+    async def _fetch(self, member: Member, request: FetchStateRequest) -> dict[str, WireTensor]:
+        try:
+            return await self._fetcher.state(member, request)
+        except AbsentError:
+            raise
+        except RemoteError as error:
+            raise RemoteError(self._explained(member.worker, str(error))) from error
+
+    def _failed(self, peer: WorkerId, generation: Generation, reason: str) -> None:
+        self._on_failed(peer, generation, self._explained(peer, reason))
+
+    def _explained(self, peer: WorkerId, reason: str) -> str:
+        """Reason of a failure, or that of the peer's relay where it refused: the channel saw no more than a close."""
+        return self._relay_trouble(peer) or reason
 
     async def measure_link(
         self, member: Member, *, back_to: DialBack | None = None, via: WorkerId | None = None
@@ -211,7 +230,7 @@ class Peers:
             dial=self._dial(member.worker),
             patience=self._patience,
             pace=self._pace(member),
-            on_silent=lambda reason: self._on_failed(member.worker, self._generation, reason),
+            on_silent=lambda reason: self._failed(member.worker, self._generation, reason),
         )
         self._watches[member.worker] = member, self._group.create_task(watch.run())
 
@@ -230,7 +249,7 @@ class Peers:
             patience=self._patience,
             pace=self._pace(to),
             statistics=self._statistics,
-            on_failed=self._on_failed,
+            on_failed=self._failed,
             on_taken=self._on_taken,
             has_checksums=self._has_checksums,
         )

@@ -29,6 +29,8 @@ class _Door:
     def __init__(self, way: Way, path: Path, dial: DialRelay) -> None:
         self.way = way
         self.path = path
+        self.trouble = ""
+        """Reason why connections fail; empty again once one carries."""
         self._dial = dial
         self._connections: set[asyncio.Task[None]] = set()
         # At once, so that nobody finds it missing; connections wait until they are taken.
@@ -54,9 +56,13 @@ class _Door:
     async def _carry(self, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection, limit=CHUNK_BYTES)
         wanted = CallPeer(worker=self.way.peer, incarnation=self.way.incarnation)
-        reason = await carry(self._dial, self.way.relay, wanted, reader, writer)
+        reason = await carry(self._dial, self.way.relay, wanted, reader, writer, on_open=self._opened)
         if reason:
-            _log.debug("peer=%s via=%s: %s", self.way.peer, self.way.relay.worker or "coordinator", reason)
+            self.trouble = f"the relay {self.way.relay.worker or 'coordinator'}: {reason}"
+            _log.debug("peer=%s: %s", self.way.peer, self.trouble)
+
+    def _opened(self) -> None:
+        self.trouble = ""
 
     def close(self) -> None:
         """Take nobody in any more, and end the connections: their ends dial again, another way."""
@@ -101,6 +107,14 @@ class RelayedPeers:
         """Target of channels to a peer; None: its address is."""
         door = self._doors.get(peer)
         return None if door is None else f"unix:{door.path}"
+
+    def trouble(self, peer: WorkerId) -> str:
+        """Reason why a peer's relay does not carry; empty where it does, or where the peer is dialled.
+
+        The peer's channel itself sees no more than that its socket was closed.
+        """
+        door = self._doors.get(peer)
+        return "" if door is None else door.trouble
 
     def close(self) -> None:
         """End all connections."""

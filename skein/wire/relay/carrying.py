@@ -30,8 +30,13 @@ async def carry(
     first: CallPeer | AnswerCall,
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
+    *,
+    on_open: Callable[[], None] = lambda: None,
 ) -> str:
-    """Carry what a local connection says and hears, until it ends; why it did, "" where that is nobody's fault."""
+    """Carry what a local connection says and hears, until it ends; why it did, "" where that is nobody's fault.
+
+    `on_open` is called once the other end has sent something.
+    """
     reason = ""
     try:
         # A channel of its own: small messages of one connection shall not wait behind bulk of another.
@@ -41,7 +46,7 @@ async def carry(
             await call.write(CARRY_PART.to_bytes(first))
             sending = asyncio.create_task(_send(reader, call))
             try:
-                await _receive(call, writer)
+                await _receive(call, writer, on_open)
             finally:
                 sending.cancel()
                 with suppress(asyncio.CancelledError, aio.AioRpcError, asyncio.InvalidStateError, OSError):
@@ -63,8 +68,12 @@ async def _send(reader: asyncio.StreamReader, call: CarryCall) -> None:
     call.cancel()
 
 
-async def _receive(call: CarryCall, writer: asyncio.StreamWriter) -> None:
+async def _receive(call: CarryCall, writer: asyncio.StreamWriter, on_open: Callable[[], None]) -> None:
+    is_open = False
     async for message in call:
+        if not is_open:
+            is_open = True
+            on_open()
         part = CARRY_PART.from_bytes(message)
         if not isinstance(part, CarriedBytes):
             raise RemoteError(f"{type(part).__name__} amid a connection")

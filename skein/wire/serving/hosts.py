@@ -4,10 +4,12 @@ Whoever has one IPv6 address mostly has all 2^64 of its network, so these count 
 through an IPv6 socket is that IPv4 address.
 """
 
+import socket
 from ipaddress import IPv6Address, ip_address
 from urllib.parse import unquote
 
 _NETWORK_BYTES = 8
+_ANY_PORT = 9
 
 
 def counted_as(address: str) -> str:
@@ -42,9 +44,36 @@ def host_of(peer: str) -> str:
 
 
 def is_from_here(peer: str) -> bool:
-    """Whether a connection, by gRPC's name, comes from this machine.
+    """Whether a connection, by gRPC's name, comes from this machine: by loopback, or from an address of its own.
 
-    >>> [is_from_here(x) for x in ("ipv4:127.0.0.1:1", "ipv6:%5B::1%5D:1", "unix:", "ipv4:10.0.0.1:1")]
+    A process that dials a server of its machine at one of the machine's addresses comes from that address.
+
+    >>> [is_from_here(x) for x in ("ipv4:127.0.0.1:1", "ipv6:%5B::1%5D:1", "unix:", "ipv4:192.0.2.1:1")]
     [True, True, True, False]
     """
-    return host_of(peer) in ("127.0.0.1", counted_as("::1"), "unix", "")
+    host = unquote(peer).rpartition(":")[0]
+    host = host.removeprefix("ipv4:").removeprefix("ipv6:").strip("[]")
+    return host in ("unix", "") or _is_of_this_machine(host)
+
+
+def _is_of_this_machine(host: str) -> bool:
+    """Whether an IP address belongs to this machine.
+
+    The system answers: towards an address of the machine itself it would send from that same address. Connecting a UDP
+    socket makes it choose, and sends no packet.
+    """
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    if address.is_loopback:
+        return True
+    family = socket.AF_INET6 if isinstance(address, IPv6Address) else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(address), _ANY_PORT))
+            return ip_address(probe.getsockname()[0]).packed == address.packed
+    except OSError:
+        return False

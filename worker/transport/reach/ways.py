@@ -55,6 +55,10 @@ class WorkerWays:
         way = self._relayed.way_to(peer)
         return None if way is None else way.relay.worker
 
+    def trouble(self, peer: WorkerId) -> str:
+        """Reason why the relay to a peer does not carry; empty where it does, or where the peer is dialled."""
+        return self._relayed.trouble(peer)
+
     def forget(self, peer: WorkerId) -> None:
         """Dial a peer from now on."""
         self._relayed.forget(peer)
