@@ -69,7 +69,9 @@ class AppendLog(Protocol):
 
     def append(self, records: Sequence[Record]) -> None: ...
 
-    def read(self) -> Iterator[Record]: ...
+    def read(self, job: JobId | None = None) -> Iterator[Record]:
+        """All records, or those of one job."""
+        ...
 
 
 AnswerPlan = Callable[[MakePlan], Awaitable[PlanMade]]
@@ -260,10 +262,10 @@ class Driver:
             for line in lines:
                 self.journal.line(run.job.job, worker, line)
 
-    async def read_records(self) -> AsyncIterator[Sequence[Record]]:
-        """The whole run log in pieces; the loop stays free, and appends go between pieces."""
+    async def read_records(self, job: JobId | None = None) -> AsyncIterator[Sequence[Record]]:
+        """The run log, or one job's entries of it, in pieces; the loop stays free, and appends go between pieces."""
         loop = asyncio.get_running_loop()
-        records = self._log.read()
+        records = self._log.read(job)
         while piece := await loop.run_in_executor(self._writer, lambda: list(islice(records, _READ_PIECE))):
             yield piece
 

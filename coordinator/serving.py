@@ -9,15 +9,15 @@ Rules of this file
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.checkpoints import CheckpointStore
-from coordinator.driver import AnswerChoice, AnswerPlan, AppendLog, Driver, choose_beside, wall_clock
+from coordinator.driver import AnswerChoice, AnswerPlan, AppendLog, choose_beside, wall_clock
 from coordinator.identity.office import FOLDER as AUTHORITY_FOLDER
 from coordinator.identity.office import IdentityOffice
 from coordinator.identity.page_tls import PageTls, hosts_of_this_machine
@@ -27,19 +27,16 @@ from coordinator.lead.lease import AGAIN_S, Lead, PatientLog
 from coordinator.page.board import Audience, Board
 from coordinator.page.looks import Looks
 from coordinator.records.audit import AuditLog
-from coordinator.records.journal import Journal
 from coordinator.records.logfile import Holder, LogFull
-from coordinator.records.store import SOMEBODY, LeaseHeld, LogHeld, RunLog
+from coordinator.records.store import SOMEBODY, LeaseHeld, LogHeld, Lookout, RunLog
+from coordinator.replayed import SNAPSHOT_ENTRIES, UNREADABLE, ReplayedLog, SnapshotMaker
 from coordinator.service.server import Service, listen
 from coordinator.telling.exposition import Exposition
-from coordinator.telling.joblines import FOLDER, JobLines
 from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import Roster
-from coordinator.telling.tracing import traced
 from skein.config.quota import UNBOUNDED, QuotasSpec
 from skein.errors import LocalError, SkeinError
-from skein.protocol.coordinator.coordinator import Coordinator
-from skein.protocol.log.records import EpochOpened, Record
+from skein.protocol.log.records import EpochOpened
 from skein.protocol.membership.membership import LEASE_S
 from skein.storage.chain import FOLDER as AUDIT_FOLDER
 from skein.storage.places import ANYWHERE, Places
@@ -56,6 +53,8 @@ LOCK_WAIT_S = 5.0
 """Seconds that a successor waits for the process before it to be gone."""
 _LOCK_POLL_S = 0.05
 SAMPLE_S = 1.0
+SNAPSHOT_AGAIN_S = 60.0
+"""Seconds until a snapshot is tried again that the disk did not take."""
 MAX_OPENINGS = 10
 OPENINGS_S = 60.0
 """A coordinator that was opened so often in so short a time would only crash again."""
@@ -105,49 +104,9 @@ class Serves:
     epoch: Epoch
 
 
-class ReplayedLog:
-    """State that the run log gives, as far as it has been replayed, and the driver that goes on from there."""
-
-    def __init__(self, options: ServingOptions) -> None:
-        self.machine = Coordinator(lease_s=options.lease_s, key=os.urandom(32), quotas=options.quotas)
-        self.metrics = CoordinatorMetrics()
-        # A watcher that wants what is no longer kept reads it by way of the driver.
-        self.lines = JobLines(options.state_dir / FOLDER)
-        self.journal = Journal(lambda: self.driver.read_records(), lines=self.lines)
-        self.openings: list[EpochOpened] = []
-        self.num_records = 0
-
-    def replay(self, records: Sequence[Record]) -> None:
-        """Take the next ones."""
-        self.machine.replay(records)
-        self.journal.recorded(records)
-        self.metrics.recorded(records)
-        self.openings += (record for record in records if isinstance(record, EpochOpened))
-        self.num_records += len(records)
-
-    def drive(
-        self,
-        log: PatientLog,
-        store: CheckpointStore,
-        plan: AnswerPlan,
-        choose: AnswerChoice,
-        now: Callable[[], float],
-        audit: AuditLog,
-    ) -> Driver:
-        """The driver, once all is replayed."""
-        self.driver = Driver(
-            self.machine,
-            traced(log),
-            plan=plan,
-            choose=choose,
-            checkpoints=store,
-            clock=now,
-            journal=self.journal,
-            meter=self.metrics,
-            note_worker=audit.note_worker,
-            obstacle=lambda: log.obstacle,
-        )
-        return self.driver
+def memory_of(options: ServingOptions) -> ReplayedLog:
+    """The state of a log of which nothing was read yet."""
+    return ReplayedLog(options.state_dir, lease_s=options.lease_s, quotas=options.quotas)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -264,11 +223,21 @@ class Serving:
     """A coordinator that leads. Made by `start`, or by a standby's `lead`."""
 
     def __init__(
-        self, log: RunLog, patient: PatientLog, lead: Lead, memory: ReplayedLog, roster: Roster, doors: Doors
+        self,
+        log: RunLog,
+        patient: PatientLog,
+        lead: Lead,
+        memory: ReplayedLog,
+        maker: SnapshotMaker,
+        roster: Roster,
+        doors: Doors,
     ) -> None:
         self.driver = memory.driver
         self.metrics = memory.metrics
         self._lines = memory.lines
+        self._memory = memory
+        self._maker = maker
+        self._snapshots = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._roster = roster
         self._log = log
         self._patient = patient
@@ -291,7 +260,7 @@ class Serving:
             UserError: the directory or an address cannot be had; the line says why.
             LocalError: the run log does not fit this release, or it was opened too often.
         """
-        clock, memory = wall_clock(), ReplayedLog(options)
+        clock, memory = wall_clock(), memory_of(options)
         log = await _open_log(options, clock)
         with ExitStack() as undo:
             undo.callback(log.close)
@@ -316,6 +285,9 @@ class Serving:
         async with AsyncExitStack() as undo:
             undo.callback(log.close)
             undo.push_async_callback(doors.close)
+            maker = SnapshotMaker(options.state_dir, lambda: memory_of(options))
+            if not memory.num_records:
+                await asyncio.to_thread(_recall, memory, maker, options.state_dir)
             rest = await asyncio.to_thread(list, log.read(after=memory.num_records))
             memory.replay(rest)
             memory.machine.sign_with(log.key)
@@ -336,7 +308,7 @@ class Serving:
             doors.service.address,
             memory.num_records,
         )
-        return cls(log, patient, lead, memory, roster, doors)
+        return cls(log, patient, lead, memory, maker, roster, doors)
 
     def where(self) -> Serves:
         """Addresses by which the coordinator is reached, and its epoch."""
@@ -373,13 +345,19 @@ class Serving:
     async def _close(self) -> None:
         await self._doors.close()
         await asyncio.to_thread(self._lead.close)
+        await asyncio.to_thread(self._snapshots.shutdown)
         await self._lines.close()
+        self._memory.close()
         self._log.close()
 
     async def _run(self) -> None:
         """The driver, with samples and the lease beside it; what fails first ends all."""
         driving = asyncio.create_task(self.driver.run())
-        beside = {asyncio.create_task(self._sample()), asyncio.create_task(self._lead.keep())}
+        beside = {
+            asyncio.create_task(self._sample()),
+            asyncio.create_task(self._lead.keep()),
+            asyncio.create_task(self._make_snapshots()),
+        }
         try:
             done, _ = await asyncio.wait({driving, *beside}, return_when=asyncio.FIRST_COMPLETED)
             self._patient.stop()
@@ -391,6 +369,22 @@ class Serving:
             for other in beside:
                 other.cancel()
             await asyncio.wait({driving, *beside})
+
+    async def _make_snapshots(self) -> None:
+        """Have the snapshot beside the log follow it; where the disk takes none only the next start is slower."""
+        loop, is_failing = asyncio.get_running_loop(), False
+        while True:
+            await asyncio.sleep(SNAPSHOT_AGAIN_S if is_failing else SAMPLE_S)
+            if self._memory.num_records - self._memory.num_covered < SNAPSHOT_ENTRIES:
+                continue
+            try:
+                await loop.run_in_executor(self._snapshots, self._maker.follow)
+                with closing(Lookout(self._maker.state_dir)) as lookout:
+                    self._memory.let_go(lookout)
+                is_failing = False
+            except (*UNREADABLE, SkeinError) as error:
+                _log.warning("no snapshot of the run log is written, so a start will take longer: %s", error)
+                is_failing = True
 
     async def _sample(self) -> None:
         """Every second or so, put what is into the metrics; the loop's lag is how late that second was."""
@@ -425,6 +419,15 @@ class Serving:
             enrol_addresses=tuple(one.enrol_address for one in known if one.enrol_address),
         )
         self.driver.name_coordinators(named if len(known) > 1 else None)
+
+
+def _recall(memory: ReplayedLog, maker: SnapshotMaker, state_dir: Path) -> None:
+    """Begin with the snapshot beside the log, brought near the log's end first if it is far from it."""
+    maker.catch_up()
+    with closing(Lookout(state_dir)) as lookout:
+        reason = memory.recall(lookout)
+    if reason is not None:
+        _log.warning("the snapshot of the run log is ignored, and all of the log replayed: %s", reason)
 
 
 async def _open_log(options: ServingOptions, clock: Callable[[], float]) -> RunLog:

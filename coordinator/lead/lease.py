@@ -16,6 +16,7 @@ from coordinator.records.store import RunLog
 from skein.errors import LocalError
 from skein.protocol.log.records import Record
 from skein.storage.outside import obstacle_to_writing
+from skein.types import JobId
 
 RENEWALS = 6
 """In the time after which a standby takes over; several may be late before it matters."""
@@ -154,9 +155,9 @@ class PatientLog:
             return "another process writes to the run log and does not end"
         return "make room" if self._directory is None else obstacle_to_writing(self._directory)
 
-    def read(self) -> Iterator[Record]:
-        """Records of the `RunLog`, in order."""
-        return self._log.read()
+    def read(self, job: JobId | None = None) -> Iterator[Record]:
+        """Records of the `RunLog`, in order; of one job alone where it is named."""
+        return self._log.read(job)
 
     def stop(self) -> None:
         """Wait for no room any more."""

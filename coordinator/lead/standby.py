@@ -10,7 +10,8 @@ from coordinator.driver import AnswerChoice, AnswerPlan, choose_beside, wall_clo
 from coordinator.lead.lease import AGAIN_S
 from coordinator.records.logfile import Holder, Lease, LogBusy, LogFull
 from coordinator.records.store import Lookout, RunLog
-from coordinator.serving import Doors, ReplayedLog, Serving, ServingOptions, WrapLog
+from coordinator.replayed import SNAPSHOT_ENTRIES, ReplayedLog
+from coordinator.serving import Doors, Serving, ServingOptions, WrapLog, memory_of
 
 POLL_S = 0.2
 """Seconds between two looks of a standby: a fraction of `takeover_s`."""
@@ -32,7 +33,7 @@ class Standby:
         Raises:
             UserError: an address cannot be had; the line says why.
         """
-        memory = ReplayedLog(options)
+        memory = memory_of(options)
         return cls(options, memory, await Doors.open(options, memory.metrics))
 
     @property
@@ -67,6 +68,11 @@ class Standby:
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             lookout = await asyncio.to_thread(Lookout, options.state_dir)
+            reason = await asyncio.to_thread(self._memory.recall, lookout)
+            if reason is not None:
+                _log.warning(
+                    "the snapshot of the run log is ignored, and all of the log replayed: %s", reason
+                )
             log = await self._watch(lookout, clock)
             undo.pop_all()
         return await Serving.begin(
@@ -98,6 +104,8 @@ class Standby:
         lease = await asyncio.to_thread(lookout.lease)
         while records := await asyncio.to_thread(lookout.news):
             self._memory.replay(records)
+        if self._memory.num_records - self._memory.num_covered > SNAPSHOT_ENTRIES:
+            self._memory.let_go(lookout)
         self._doors.service.gate.leader = "" if lease.holder is None else lease.holder.address
         await self._doors.announce()
         return lease

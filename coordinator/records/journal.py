@@ -10,12 +10,12 @@ Rules of this file
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import takewhile
 from operator import attrgetter
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from coordinator.telling.joblines import JobLines
 from skein.protocol.coordinator.sweeping.totals import KnownTotals
@@ -42,6 +42,7 @@ from skein.protocol.log.records import (
     Record,
     RolledBack,
     StepCommitted,
+    job_of_record,
 )
 from skein.types import JobId, JobState, WorkerId
 from skein.wire.extra import LogLine
@@ -61,8 +62,21 @@ from skein.wire.views import (
     WentBack,
 )
 
-ReadRecords = Callable[[], AsyncIterator[Sequence[Record]]]
-"""The whole run log in pieces, oldest first."""
+ReadRecords = Callable[[JobId], AsyncIterator[Sequence[Record]]]
+"""A job's entries of the run log in pieces, oldest first."""
+
+
+class EventShelf(Protocol):
+    """Ended jobs that are no longer in memory."""
+
+    def fold(self, job: JobId) -> "Fold":
+        """The fold of a job's events, of the reader's own."""
+        ...
+
+    def has(self, job: JobId) -> bool:
+        """Whether it has this job."""
+        ...
+
 
 NUM_KEPT = 4096
 """Recorded happenings of a job kept in memory; older ones are read from the run log again."""
@@ -175,6 +189,7 @@ class _Kept:
     """Passing happenings up to this are not all in memory: older epochs told them, or there were too many."""
     state: tuple[JobState, str] = (JobState.PENDING, "submitted")
     is_over: bool = False
+    num_watchers: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -199,11 +214,6 @@ class _Kept:
 
 def _after(events: deque[JobEvent], key: Key) -> Iterator[JobEvent]:
     return reversed(list(takewhile(lambda event: event.key > key, reversed(events))))
-
-
-def job_of_record(record: Record) -> JobId | None:
-    """Job that a record is of; None for a record of the coordinator itself."""
-    return None if isinstance(record, EpochOpened | Drained) else record.job
 
 
 class Journal:
@@ -232,6 +242,29 @@ class Journal:
         """Totals of the sweeps that somebody has listed."""
         self._epoch = 0
         self._kept: dict[JobId, _Kept] = {}
+        self._shelf: EventShelf | None = None
+
+    def recall(
+        self, epoch: int, folds: Mapping[JobId, Fold], over: Collection[JobId], shelf: EventShelf
+    ) -> None:
+        """Begin with what a snapshot has, before any record.
+
+        Args:
+            epoch: newest one that the snapshot covers.
+            folds: of jobs in memory.
+            over: those of them that have ended.
+            shelf: reads all other jobs, which have ended.
+        """
+        self._epoch, self._shelf = epoch, shelf
+        for job, fold in folds.items():
+            self._kept[job] = self._read_back(fold, is_over=job in over)
+
+    def let_go(self, jobs: Iterable[JobId], shelf: EventShelf) -> None:
+        """Let go of ended jobs that nobody watches now."""
+        self._shelf = shelf
+        for job in jobs:
+            if job in self._kept and not self._kept[job].num_watchers:
+                del self._kept[job]
 
     def recorded(self, records: Iterable[Record]) -> None:
         """Take records that are durable."""
@@ -276,7 +309,17 @@ class Journal:
         Ends with the job, or where it does not follow with what is known when it begins. Lines are told as far as
         they are kept.
         """
-        kept, told = self._of(job), (since, since_line)
+        kept = self._of(job)
+        kept.num_watchers += 1
+        try:
+            async for event in self._watched(job, kept, (since, since_line), is_following=is_following):
+                yield event
+        finally:
+            kept.num_watchers -= 1
+
+    async def _watched(
+        self, job: JobId, kept: _Kept, told: Key, *, is_following: bool
+    ) -> AsyncIterator[JobEvent]:
         until = kept.newest
         is_first = True
         while True:
@@ -324,9 +367,9 @@ class Journal:
 
     async def _logged(self, job: JobId, *, since: int, until: int) -> AsyncIterator[JobEvent]:
         fold = Fold()
-        async for records in self._read():
+        async for records in self._read(job):
             for record in records:
-                event = fold.take(record) if job_of_record(record) == job else None
+                event = fold.take(record)
                 if event is not None and event.sequence > since:
                     yield event
                 if fold.sequence >= until:
@@ -361,6 +404,23 @@ class Journal:
     def _of(self, job: JobId) -> _Kept:
         kept = self._kept.get(job)
         if kept is None:
-            recorded: deque[JobEvent] = deque(maxlen=self._num_kept)
-            kept = self._kept[job] = _Kept(recorded, deque(maxlen=self._num_lines))
+            is_shelved = self._shelf is not None and self._shelf.has(job)
+            kept = self._kept[job] = (
+                self._read_back(self._shelf.fold(job), is_over=True)
+                if self._shelf is not None and is_shelved
+                else _Kept(deque(maxlen=self._num_kept), deque(maxlen=self._num_lines))
+            )
         return kept
+
+    def _read_back(self, fold: Fold, *, is_over: bool) -> _Kept:
+        """A job of a snapshot: all that happened to it so far is on disk."""
+        num_recorded, num_passing = (
+            (NUM_KEPT_ENDED, NUM_KEPT_ENDED) if is_over else (self._num_kept, self._num_lines)
+        )
+        return _Kept(
+            deque(maxlen=num_recorded),
+            deque(maxlen=num_passing),
+            fold=fold,
+            is_over=is_over,
+            on_disk=(fold.sequence, self._epoch * _LINES_OF_EPOCH),
+        )

@@ -357,7 +357,7 @@ def drop_torn_tail(connection: sqlite3.Connection, path: Path) -> str | None:
     """Within a transaction: what was wrong with the last entry, if anything; it is gone then."""
     last = _last_row(connection)
     # One that is whole by itself and does not follow the one before says that more is wrong; who reads finds out.
-    if last is None or (_has_types(last) and entry_checksum(*last[:3]) == last[3]):
+    if last is None or is_whole_alone(last):
         return None
     connection.execute("DELETE FROM entries WHERE number = ?", (last[0],))
     return f"{path}: the last entry, {last[0]}, was damaged and is dropped"
@@ -382,6 +382,12 @@ def digest_before(connection: sqlite3.Connection, number: int) -> bytes | None:
     return None if found is None else found[0]
 
 
+def entry_at(connection: sqlite3.Connection, number: int) -> Tail | None:
+    """The entry of that number; None: there is none."""
+    found = connection.execute("SELECT epoch, digest FROM entries WHERE number = ?", (number,)).fetchone()
+    return None if found is None else Tail(entry=number, epoch=Epoch(found[0]), digest=found[1])
+
+
 def insert(connection: sqlite3.Connection, epoch: Epoch, records: Sequence[Record]) -> Tail:
     """Within a transaction: new entries; gives where the log ends with them."""
     tail = read_tail(connection)
@@ -399,6 +405,12 @@ def insert(connection: sqlite3.Connection, epoch: Epoch, records: Sequence[Recor
 def rows_after(connection: sqlite3.Connection, number: int) -> list[Row]:
     """The next entries; few at a time, for an open cursor would hold up who writes."""
     return connection.execute(f"{_ROW} WHERE number > ? ORDER BY number LIMIT ?", (number, _PIECE)).fetchall()
+
+
+def rows_numbered(connection: sqlite3.Connection, numbers: Sequence[int]) -> list[Row]:
+    """The entries of these numbers, in order; those that are missing are left out."""
+    marks = ",".join("?" * len(numbers))
+    return connection.execute(f"{_ROW} WHERE number IN ({marks}) ORDER BY number", numbers).fetchall()
 
 
 def record_of(row: Row, path: Path) -> Record:
@@ -426,11 +438,16 @@ def chained(before: bytes | None, number: int, epoch: int, payload: bytes) -> by
 
 def is_whole(row: Row, before: bytes | None) -> bool:
     """The entry is as it was written, after one whose digest is `before`."""
-    number, epoch, payload, crc32, digest = row
-    if not _has_types(row) or entry_checksum(number, epoch, payload) != crc32:
+    number, epoch, payload, _, digest = row
+    if not is_whole_alone(row):
         return False
     # What an older release wrote has no digest, and nothing comes before it that has one.
     return before is None if digest is None else chained(before, number, epoch, payload) == digest
+
+
+def is_whole_alone(row: Row) -> bool:
+    """The entry is as it was written, whatever comes before it."""
+    return _has_types(row) and entry_checksum(*row[:3]) == row[3]
 
 
 def _has_types(row: Sequence[object]) -> bool:

@@ -14,8 +14,9 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Self
 from urllib.parse import unquote, urlsplit
@@ -32,15 +33,18 @@ from coordinator.records.logfile import (
     damage_explained,
     digest_before,
     drop_torn_tail,
+    entry_at,
     insert,
     is_sealed,
     is_whole,
+    is_whole_alone,
     move_on,
     open_database,
     read_lease,
     read_tail,
     record_of,
     rows_after,
+    rows_numbered,
     sync_directory,
     take_epoch,
     transaction,
@@ -55,10 +59,11 @@ from coordinator.records.mirror import (
     what_is_lost,
     write_mirror,
 )
+from coordinator.records.snapshot import LogSnapshot, SnapshotDamaged
 from skein.errors import LocalError, SkeinError, UserError
-from skein.protocol.log.records import Record
+from skein.protocol.log.records import Record, job_of_record
 from skein.storage.outside import is_full
-from skein.types import Epoch
+from skein.types import Epoch, JobId
 
 LOCK_FILE = "lock"
 SOMEBODY = Holder(name="somebody", address="")
@@ -67,6 +72,7 @@ _NEW_KEY = (
     "made anew, as none was left, or the log is of a release without: workers cannot prove any more what they heard of "
     "it. If one is refused below for knowing a newer entry, stop, and look whether the log has lost its end"
 )
+_PIECE = 256
 _BLOCKED_MS = 1000
 """Milliseconds that a standby waits for a writer that may be frozen: hundreds of times what a write takes."""
 
@@ -207,12 +213,41 @@ class RunLog:
             write_mirror(self._path.parent, Mirror(tail=tail, key=self.key))
             self._mirrored = tail
 
-    def read(self, *, after: int = 0) -> Iterator[Record]:
-        """All entries but the first `after`, oldest first.
+    def read(self, job: JobId | None = None, *, after: int = 0) -> Iterator[Record]:
+        """All entries but the first `after`, oldest first; of one job alone where it is named.
 
         Raises:
             UserError: an entry is damaged, missing, or of a newer release; it names the file and the entry.
         """
+        if job is None:
+            yield from self._read(after)
+            return
+        numbers, covered = self._numbers_of(job)
+        for begin in range(0, len(numbers), _PIECE):
+            piece = numbers[begin : begin + _PIECE]
+            with damage_explained(self._path):
+                rows = rows_numbered(self._connection, piece)
+            for number, row in zip_longest(piece, rows):
+                if row is None or row[0] != number or not is_whole_alone(row):
+                    raise UserError(FIELD, str(self._path), f"entry {number} is damaged; {RESTORE}")
+                yield record_of(row, self._path)
+        for record in self._read(max(after, covered)):
+            if job_of_record(record) == job:
+                yield record
+
+    def _numbers_of(self, job: JobId) -> tuple[Sequence[int], int]:
+        """Numbers of a job's entries by the snapshot beside the log, and the last entry that this covers."""
+        try:
+            with closing(LogSnapshot(self._path.parent)) as snapshot:
+                tail = snapshot.head.tail
+                if entry_at(self._connection, tail.entry) == tail:
+                    return snapshot.numbers(job), tail.entry
+        except (FileNotFoundError, sqlite3.Error, UnicodeDecodeError, SnapshotDamaged):
+            # Without an index all entries are looked through.
+            pass
+        return (), 0
+
+    def _read(self, after: int) -> Iterator[Record]:
         number = after
         with damage_explained(self._path):
             before = digest_before(self._connection, number + 1)
@@ -273,10 +308,27 @@ class Lookout:
         _make(directory)
         self._path = current(directory)
         self._connection = _patient(self._path)
-        self.num_read = 0
-        """Entries that `news` has given so far."""
-        self._digest: bytes | None = None
-        """Digest of the last of them."""
+        self.tail = Tail(entry=0, epoch=Epoch(0), digest=None)
+        """The last entry that `news` has given so far, or that was skipped."""
+
+    @property
+    def num_read(self) -> int:
+        """Entries that `news` has given so far, those that were skipped included."""
+        return self.tail.entry
+
+    def entry_at(self, number: int) -> Tail | None:
+        """The log's entry of that number; None: there is none."""
+        with damage_explained(self._path):
+            return entry_at(self._connection, number)
+
+    def skip(self, tail: Tail) -> None:
+        """Give what follows this entry of the log, which is known already."""
+        self.tail = tail
+
+    def num_left(self) -> int:
+        """Entries that the log has after those that were given."""
+        with damage_explained(self._path):
+            return read_tail(self._connection).entry - self.num_read
 
     def lease(self) -> Lease:
         """Lease of this moment: who owns the log, and how often that one has renewed."""
@@ -294,10 +346,10 @@ class Lookout:
             rows = rows_after(self._connection, self.num_read)
         # What is not in the copy was never said to anybody.
         for row in () if is_sealed(self._path) else rows:
-            if row[0] != self.num_read + 1 or not is_whole(row, self._digest):
+            if row[0] != self.num_read + 1 or not is_whole(row, self.tail.digest):
                 break
             found.append(record_of(row, self._path))
-            self.num_read, self._digest = row[0], row[4]
+            self.tail = Tail(entry=row[0], epoch=Epoch(row[1]), digest=row[4])
         return found
 
     def take(self, seen: Lease, *, wall_s: float, holder: Holder) -> RunLog | None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from coordinator.service.calls import NotFoundError
 from skein.protocol.log.history import History, JobHistory
+from skein.protocol.log.shelved import JobCard
 from skein.types import DEFAULT_NAMESPACE, JobId
 from skein.wire.context import Context
 from skein.wire.identity.names import Caller, caller_of
@@ -17,7 +18,7 @@ def namespace_of(context: Context) -> str:
     return DEFAULT_NAMESPACE if caller is None else caller.namespace
 
 
-def jobs_of(history: History, caller: Caller | None) -> Iterator[JobHistory]:
+def jobs_of(history: History, caller: Caller | None) -> Iterator[JobHistory | JobCard]:
     """Jobs that are there for a caller, oldest first."""
     return (job for job in history.listed() if caller is not None and caller.sees(job.namespace))
 

@@ -1,6 +1,6 @@
 """Metrics of arrays of trials, all of them from the records of their rounds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import Counter, Gauge
 
@@ -33,6 +33,19 @@ class ArrayMetrics:
             retired.labels(reason)
         self._gone: dict[JobId, set[int]] = {}
         """Rows whose retirement was counted: a round that is made again retires them again."""
+
+    @property
+    def counters(self) -> tuple[Counter, ...]:
+        """Counters that are not by job."""
+        return (self._retired,)
+
+    def kept(self) -> Mapping[JobId, frozenset[int]]:
+        """Rows by array whose retirement was counted."""
+        return {job: frozenset(rows) for job, rows in self._gone.items()}
+
+    def recall(self, retired: Mapping[JobId, frozenset[int]]) -> None:
+        """Begin with rows whose retirement is counted already."""
+        self._gone = {job: set(rows) for job, rows in retired.items()}
 
     def rounded(self, job: JobId, array: ArrayRound) -> None:
         """A round is recorded."""

@@ -1,6 +1,6 @@
 """Choices of rows along a run as clients see them, and their metrics; all from records."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -44,6 +44,20 @@ class ChoiceMetrics:
         )
         self._seen_rows: dict[JobId, dict[int, NDArray[np.bool_]]] = {}
         """By the row of an array, each of which has its own training rows; of any other job as of row 0."""
+
+    def kept(self) -> Mapping[JobId, Mapping[int, bytes]]:
+        """Rows of the data that were ever drawn, by job and row of an array, a byte each."""
+        return {
+            job: {row: seen.tobytes() for row, seen in by_row.items()}
+            for job, by_row in self._seen_rows.items()
+        }
+
+    def recall(self, kept: Mapping[JobId, Mapping[int, bytes]]) -> None:
+        """Begin with rows that were drawn already."""
+        self._seen_rows = {
+            job: {row: np.frombuffer(seen, np.bool_).copy() for row, seen in by_row.items()}
+            for job, by_row in kept.items()
+        }
 
     def chosen(self, record: CoresetChosen) -> None:
         """A choice is recorded."""

@@ -11,18 +11,18 @@ import math
 import shutil
 from collections import Counter as Counts
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client import generate_latest as render_text
 
 import skein
-from coordinator.records.journal import Fold, job_of_record
+from coordinator.records.journal import Fold
 from coordinator.telling.arrays import ArrayMetrics
 from coordinator.telling.choices import ChoiceMetrics
 from coordinator.telling.exporting import MAX_LABELS, MAX_WORKERS, StatisticsCollector, counts_by_name
@@ -58,6 +58,7 @@ from skein.protocol.log.records import (
     Remedy,
     RolledBack,
     StepCommitted,
+    job_of_record,
 )
 from skein.protocol.messages.directives import Decision
 from skein.protocol.messages.reports import Beat, EvaluationDone, Report
@@ -121,6 +122,14 @@ class _Incidents:
             "Contributions (one microbatch, one stage) that were lost and computed again",
         )
         self._rerouted = new_counter("skein_hops_rerouted_total", "Hops given to another worker by failures")
+        self.metrics: tuple[Recorded, ...] = (
+            self._total,
+            self._seconds,
+            self._steps_lost,
+            self._samples,
+            self._replayed,
+            self._rerouted,
+        )
         for kind in IncidentKind:
             self._seconds.labels(kind)
             for remedy in Remedy:
@@ -134,6 +143,48 @@ class _Incidents:
         self._samples.inc(incident.num_samples_repeated)
         self._replayed.inc(num_replayed(incident))
         self._rerouted.inc(incident.num_rerouted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesValue:
+    """Values of one series: of a counter or a gauge one; of a histogram its buckets', each by itself, and their sum."""
+
+    metric: str
+    labels: tuple[str, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsState:
+    """Metrics that follow from records, as a snapshot of the run log has them. Jobs are the newest, oldest first."""
+
+    series: tuple[SeriesValue, ...]
+    jobs: tuple[tuple[JobId, float | None], ...]
+    """Jobs with series, and when the newest checkpoint of each was complete."""
+    retired_rows: Mapping[JobId, frozenset[int]]
+    seen_rows: Mapping[JobId, Mapping[int, bytes]]
+
+
+Recorded = Gauge | Counter | Histogram
+
+
+def _children(metric: Recorded) -> list[tuple[tuple[str, ...], Recorded]]:
+    """The series of a metric by their labels; `prometheus_client` has no public way to ask for them."""
+    if not metric._labelnames:
+        return [((), metric)]
+    return [(tuple(labels), cast("Recorded", child)) for labels, child in metric._metrics.items()]
+
+
+def _values(series: Recorded) -> tuple[float, ...]:
+    if isinstance(series, Histogram):
+        return (*(bucket.get() for bucket in series._buckets), series._sum.get())
+    return (series._value.get(),)
+
+
+def _set_values(series: Recorded, values: Sequence[float]) -> None:
+    cells = [*series._buckets, series._sum] if isinstance(series, Histogram) else [series._value]
+    for cell, value in zip(cells, values, strict=True):
+        cell.set(value)
 
 
 class CoordinatorMetrics:
@@ -269,6 +320,42 @@ class CoordinatorMetrics:
         """Show how much room the disk of the state directory has, looked up on the threads that make pages."""
         self._free.set_function(lambda: _disk(state_dir).free)
         self._size.set_function(lambda: _disk(state_dir).total)
+
+    # --- snapshots ---
+
+    def kept(self) -> MetricsState:
+        """All that follows from records so far."""
+        series = [
+            SeriesValue(metric=metric._name, labels=labels, values=_values(child))
+            for metric in self._from_records()
+            for labels, child in _children(metric)
+        ]
+        return MetricsState(
+            series=tuple(series),
+            jobs=tuple((job, kept.checkpoint_wall_s) for job, kept in self._jobs.items()),
+            retired_rows=self._arrays.kept(),
+            seen_rows=self._choices.kept(),
+        )
+
+    def recall(self, state: MetricsState, fold_of: Callable[[JobId], Fold]) -> None:
+        """Begin with what a snapshot has; `fold_of` gives a fold of a job's events that no other object changes."""
+        metrics = {metric._name: metric for metric in self._from_records()}
+        for found in state.series:
+            metric = metrics[found.metric]
+            _set_values(metric.labels(*found.labels) if found.labels else metric, found.values)
+        for job, wall_s in state.jobs:
+            self._jobs[job] = _Job(fold=fold_of(job), checkpoint_wall_s=wall_s)
+        self._arrays.recall(state.retired_rows)
+        self._choices.recall(state.seen_rows)
+
+    def _from_records(self) -> list[Recorded]:
+        return [
+            *self._per_job,
+            self._plan_step,
+            self._entries,
+            *self._arrays.counters,
+            *self._incidents.metrics,
+        ]
 
     # --- what happened ---
 

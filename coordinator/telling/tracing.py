@@ -76,9 +76,9 @@ class TracedLog:
         for record in records:
             self._trace(record)
 
-    def read(self) -> Iterator[Record]:
-        """All records, oldest first."""
-        return self._log.read()
+    def read(self, job: JobId | None = None) -> Iterator[Record]:
+        """All records, oldest first, or those of one job."""
+        return self._log.read(job)
 
     def _trace(self, record: Record) -> None:
         match record:

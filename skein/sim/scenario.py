@@ -167,7 +167,8 @@ def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) ->
 
 def _have_ended(world: World, history: History) -> bool:
     """Whether as many jobs have ended as the world submits by itself; a test may submit more, which go on."""
-    ended = [job for job in history.listed() if job.end is not None and not _goes_on(world, job)]
+    asked = (job for job in history.jobs.resident() if job.sweep is None)
+    ended = [job for job in asked if job.end is not None and not _goes_on(world, job)]
     return len(ended) >= len(world.submitted)
 
 

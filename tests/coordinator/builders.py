@@ -28,6 +28,7 @@ from skein.protocol.log.records import (
     Record,
     StageFiles,
     StepCommitted,
+    job_of_record,
 )
 from skein.protocol.messages.directives import CheckpointFile, Decision, NewGeneration, StepRecord
 from skein.protocol.messages.reports import Ack, Hello
@@ -127,8 +128,8 @@ class MemoryLog:
         self.appends.append(tuple(records))
         self.records += records
 
-    def read(self) -> Iterator[Record]:
-        return iter(tuple(self.records))
+    def read(self, job: JobId | None = None) -> Iterator[Record]:
+        return iter([record for record in self.records if job in (None, job_of_record(record))])
 
 
 class Files(CheckpointStore):
@@ -218,7 +219,7 @@ async def lab(
     log = log or MemoryLog([opened(1)])
     machine, clock, files = Coordinator(), Clock(), Files()
     machine.replay(log.records)
-    journal = Journal(lambda: driver.read_records())
+    journal = Journal(lambda job: driver.read_records(job))
     journal.recorded(log.records)
     driver = Driver(
         machine,

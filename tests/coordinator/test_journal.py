@@ -17,6 +17,7 @@ from skein.protocol.log.records import (
     PlanAdopted,
     Record,
     RolledBack,
+    job_of_record,
 )
 from skein.storage.outside import Outside
 from skein.types import Generation, Incarnation, JobId, JobState, Step, WorkerId
@@ -62,9 +63,10 @@ LOG: tuple[Record, ...] = (
 def journal_of(records: Sequence[Record], *, num_kept: int = 100, num_lines: int = 100) -> Journal:
     """A journal that has seen these records, and reads them again from the same log."""
 
-    async def read() -> AsyncIterator[Sequence[Record]]:
-        for start in range(0, len(records), 3):
-            yield records[start : start + 3]
+    async def read(job: JobId) -> AsyncIterator[Sequence[Record]]:
+        own = [record for record in records if job_of_record(record) == job]
+        for start in range(0, len(own), 3):
+            yield own[start : start + 3]
 
     journal = Journal(read, num_kept=num_kept, num_lines=num_lines)
     journal.recorded(records)
@@ -136,8 +138,8 @@ async def test_passing_happenings_come_between_and_have_no_number_of_their_own()
 async def test_passing_happenings_keep_their_place_among_those_of_the_log(num_kept: int, since: int) -> None:
     records: list[Record] = []
 
-    async def read() -> AsyncIterator[Sequence[Record]]:
-        yield tuple(records)
+    async def read(job: JobId) -> AsyncIterator[Sequence[Record]]:
+        yield [record for record in records if job_of_record(record) == job]
 
     journal = Journal(read, num_kept=num_kept)
     for number, record in enumerate(LOG):
@@ -220,8 +222,8 @@ async def test_an_incident_is_told_when_it_is_over_and_keeps_its_number() -> Non
 def stored(folder: Path, records: Sequence[Record], **sizes: int) -> tuple[Journal, JobLines]:
     """A journal over these records whose lines lie in `folder`, as a coordinator that starts there has it."""
 
-    async def read() -> AsyncIterator[Sequence[Record]]:
-        yield tuple(records)
+    async def read(job: JobId) -> AsyncIterator[Sequence[Record]]:
+        yield [record for record in records if job_of_record(record) == job]
 
     lines = JobLines(folder)
     journal = Journal(

@@ -266,8 +266,8 @@ class FullLog:
             raise LogFull("database or disk is full")
         self._log.append(records)
 
-    def read(self) -> Iterator[Record]:
-        return self._log.read()
+    def read(self, job: JobId | None = None) -> Iterator[Record]:
+        return self._log.read(job)
 
 
 async def test_a_full_disk_pauses_a_coordinator_until_there_is_room(tmp_path: Path) -> None:
@@ -364,8 +364,8 @@ class MortalLog:
         if self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def read(self):
-        return self.log.read()
+    def read(self, job=None):
+        return self.log.read(job)
 
 async def main():
     serving = await Serving.start(ServingOptions(state_dir=Path(sys.argv[1])), plan_at_once, wrap=MortalLog)

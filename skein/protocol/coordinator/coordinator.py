@@ -28,8 +28,9 @@ from skein.protocol.coordinator.scheduling.scheduler import Scheduler
 from skein.protocol.coordinator.sweeping.sweeps import Sweeps
 from skein.protocol.coordinator.view import CoordinatorView, RunView
 from skein.protocol.deadline import TimePassed
-from skein.protocol.log.history import History, JobHistory
+from skein.protocol.log.history import History, HistoryHead, JobHistory, KnownJob
 from skein.protocol.log.records import Drained, EpochOpened, JobSubmitted, Record
+from skein.protocol.log.shelved import Fetch
 from skein.protocol.membership import membership
 from skein.protocol.membership.absence import Absence
 from skein.protocol.messages import reports
@@ -95,9 +96,20 @@ class Coordinator:
                     membership.LeaveRemembered(incarnation=record.incarnation), now=record.wall_s
                 )
             elif isinstance(record, EpochOpened):
-                for job in self.history.pending():
-                    for member in job.members:
-                        self.membership.handle(membership.NameRemembered(member=member), now=record.wall_s)
+                self._remember_names(now=record.wall_s)
+
+    def recall(self, head: HistoryHead, jobs: Iterable[KnownJob], fetch: Fetch) -> None:
+        """Begin with a snapshot of the run log, before any record; see `History.restore`."""
+        self.history.restore(head, jobs, fetch)
+        for incarnation in sorted(self.history.drained):
+            self.membership.handle(membership.LeaveRemembered(incarnation=incarnation), now=0.0)
+        for opening in self.history.openings[-1:]:
+            self._remember_names(now=opening.record.wall_s)
+
+    def _remember_names(self, *, now: float) -> None:
+        for job in self.history.pending():
+            for member in job.members:
+                self.membership.handle(membership.NameRemembered(member=member), now=now)
 
     # --- the way in ---
 

@@ -164,7 +164,7 @@ def deletable(job: JobHistory, version: Step, history: History) -> CheckpointCom
     if job.end is None:
         hint = "has not ended, and may need its checkpoints: cancel it first, or submit with a smaller checkpoint.keep"
         raise UserError("job", job.job, hint)
-    if version in begun_from(job.job, history.jobs.values()):
+    if version in begun_from(job.job, history.jobs.resident()):
         raise UserError(
             "version", version, "another job begins with it: delete it once that has one of its own"
         )

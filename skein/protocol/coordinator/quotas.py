@@ -17,7 +17,6 @@ from skein.config.quota import QuotasSpec, QuotaUse
 from skein.errors import UserError
 from skein.protocol.coordinator.runs.checkpoints.keeping import kept_with
 from skein.protocol.log.history import History, JobHistory
-from skein.protocol.log.records import CheckpointCommitted
 from skein.types import JobId, Step
 
 _MORE = "or ask the operator of the coordinator for a larger quota"
@@ -103,29 +102,23 @@ class QuotaUses:
             raise OverQuotaError("quota.job_bytes", shown, hint)
 
 
-def size_of(checkpoint: CheckpointCommitted) -> int:
-    """Bytes of all files of a checkpoint."""
-    return sum(file.num_bytes for stage in checkpoint.stages for file in stage.files)
-
-
 def stored_bytes(history: History, namespace: str) -> int:
     """Bytes of the checkpoints of all jobs of a namespace."""
-    return sum(
-        sum(map(size_of, job.checkpoints)) for job in history.jobs.values() if job.namespace == namespace
-    )
+    resident = sum(job.stored_bytes for job in history.jobs.resident() if job.namespace == namespace)
+    return resident + history.jobs.stored_shelved[namespace]
 
 
 def stored_by_namespace(history: History) -> Mapping[str, int]:
     """Bytes of the checkpoints of all jobs, by the namespaces that have jobs."""
-    found: Counter[str] = Counter()
-    for job in history.jobs.values():
-        found[job.namespace] += sum(map(size_of, job.checkpoints))
+    found = Counter(history.jobs.stored_shelved)
+    for job in history.jobs.resident():
+        found[job.namespace] += job.stored_bytes
     return found
 
 
 def stored_with(history: History, job: JobHistory, version: Step, num_bytes: int) -> int:
     """Bytes that the namespace of a job has stored once this has a checkpoint of that size, and older ones went."""
-    kept = kept_with(job, version, history.jobs.values())
-    stay = sum(size_of(x) for x in job.checkpoints if x.version in kept and x.version != version)
-    others = stored_bytes(history, job.namespace) - sum(map(size_of, job.checkpoints))
+    kept = kept_with(job, version, history.jobs.resident())
+    stay = sum(x.num_bytes for x in job.checkpoints if x.version in kept and x.version != version)
+    others = stored_bytes(history, job.namespace) - job.stored_bytes
     return others + stay + num_bytes

@@ -1,5 +1,6 @@
 """The hard state: what the run log says. Live and replayed coordinators change it in one way, `apply(record)`."""
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite, prod
 from typing import assert_never
@@ -15,6 +16,7 @@ from skein.protocol.log.learned import learned_after, learned_under
 from skein.protocol.log.openings import Opening, is_covered, is_given_up, position_reached
 from skein.protocol.log.row_choices import carried_choices, newest_choices, row_places
 from skein.protocol.log.row_history import RowsByVersion, is_turn, rounds_with, rows_begun
+from skein.protocol.log.shelved import Fetch, JobCard, JobTable
 from skein.protocol.log.usage import Usage
 from skein.protocol.log.workclock import WorkClock
 from skein.protocol.messages.array_rounds import RowNumbers
@@ -184,6 +186,33 @@ class JobHistory:
         return row_places(self.spec, self.counted, self.chosen, self.rounds.get(self.version, ()))
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of the checkpoints that are kept."""
+        return sum(checkpoint.num_bytes for checkpoint in self.checkpoints)
+
+    @property
+    def card(self) -> JobCard | None:
+        """Facts that stand for the job once it is shelved; None: it has not ended."""
+        if self.end is None:
+            return None
+        return JobCard(
+            job=self.job,
+            key=self.key,
+            namespace=self.namespace,
+            number=self.number,
+            sweep=self.sweep,
+            state=self.end.state,
+            stored_bytes=self.stored_bytes,
+            holders=tuple(sorted({member.incarnation for member in self.holders()})),
+        )
+
+    def holders(self) -> Iterable[records.GenerationMember]:
+        """Processes that may hold chunks of it, some perhaps more than once."""
+        yield from self.behind
+        for held in self.holding:
+            yield from held
+
+    @property
     def rewinds(self) -> list[records.RolledBack]:
         """Roll-backs because training had diverged."""
         return [back for back in self.rollbacks if back.learning_rate_ratio is not None]
@@ -194,13 +223,40 @@ class JobHistory:
         return prod(back.learning_rate_ratio or 1.0 for back in self.rewinds)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryHead:
+    """All of a history but its jobs. Field names are those of `History`."""
+
+    epoch: Epoch
+    generation: Generation
+    usage: Mapping[str, Usage]
+    pending: tuple[JobId, ...]
+    sweeps: tuple[JobId, ...]
+    num_submitted: int
+    num_turns: int
+    drained: frozenset[Incarnation]
+    num_records: int
+    openings: tuple[Opening, ...]
+    has_decided: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownJob:
+    """A job in a snapshot: `read` gives it as it was when entry `entry` changed it; `card` is of one that had ended."""
+
+    job: JobId
+    entry: int
+    card: JobCard | None
+    read: Callable[[], JobHistory]
+
+
 class History:
     """All jobs, the epoch and the newest generation, as the log has them."""
 
     def __init__(self) -> None:
         self.epoch = Epoch(0)
         self.generation = Generation(0)
-        self.jobs: dict[JobId, JobHistory] = {}
+        self.jobs = JobTable()
         self.job_by_key: dict[tuple[str, str], JobId] = {}
         """Jobs by namespace and key."""
         self._usage: dict[str, Usage] = {}
@@ -219,6 +275,67 @@ class History:
         """Openings of the log, one for each epoch."""
         self.has_decided = False
         """Whether a record that binds was written in this epoch: then the log before it is the one that counts."""
+
+    # --- snapshots ---
+
+    def head(self) -> HistoryHead:
+        """All but the jobs, for a snapshot."""
+        return HistoryHead(
+            epoch=self.epoch,
+            generation=self.generation,
+            usage=self._usage,
+            pending=tuple(self._pending),
+            sweeps=tuple(self._sweeps),
+            num_submitted=self.num_submitted,
+            num_turns=self.num_turns,
+            drained=frozenset(self.drained),
+            num_records=self.num_records,
+            openings=tuple(self.openings),
+            has_decided=self.has_decided,
+        )
+
+    def restore(self, head: HistoryHead, jobs: Iterable[KnownJob], fetch: Fetch) -> None:
+        """Become what a snapshot says, before any record; `jobs` in the order in which they were submitted.
+
+        Ended jobs stay on the shelf, which `fetch` reads; arrays only once their sweep has ended, too.
+        """
+        known = {job.job: job for job in jobs}
+        self.jobs.fetch = fetch
+        for job in known.values():
+            sweep = None if job.card is None or job.card.sweep is None else known[job.card.sweep]
+            if job.card is None or (sweep is not None and sweep.card is None):
+                self.jobs.add(job.read(), job.entry)
+            else:
+                self.jobs.add_card(job.card)
+        self.job_by_key = {(x.namespace, x.key): x.job for x in self.jobs.all() if x.sweep is None}
+        self.epoch, self.generation = head.epoch, head.generation
+        self._usage = dict(head.usage)
+        self._pending = {job: self.jobs[job] for job in head.pending}
+        self._sweeps = {job: self.jobs[job] for job in head.sweeps}
+        self.num_submitted, self.num_turns = head.num_submitted, head.num_turns
+        self.drained = set(head.drained)
+        self.num_records, self.openings = head.num_records, list(head.openings)
+        self.has_decided = head.has_decided
+
+    def let_go(self, entry: int, fetch: Fetch, *, keep: Iterable[JobId]) -> list[JobId]:
+        """Let go of ended jobs that a snapshot up to `entry` has, but for those in `keep`; gives those that are gone.
+
+        Args:
+            entry: last entry of the log that the snapshot covers.
+            fetch: reads a job of that snapshot.
+            keep: jobs that others refer to now.
+        """
+        self.jobs.fetch, spared, gone = fetch, {*keep}, []
+        for job in list(self.jobs.resident()):
+            sweep = None if job.sweep is None else self.jobs.peek(job.sweep)
+            is_whole = not isinstance(sweep, JobHistory) or sweep.end is not None
+            if job.job in spared or not is_whole or (card := job.card) is None:
+                continue
+            if self.jobs.let_go(card, entry):
+                gone.append(job.job)
+        return gone
+
+    # --- records ---
 
     def apply(self, record: records.Record) -> None:
         """Take one record, in log order."""
@@ -244,15 +361,16 @@ class History:
             case records.Drained():
                 self.drained.add(record.incarnation)
             case _:
-                self._of_job(self.jobs[record.job], record)
+                job = self.jobs.change(record.job, self.num_records)
+                self._of_job(job, record)
                 if not isinstance(record, records.PlanAdopted):
-                    self.jobs[record.job].last_wall_s = record.wall_s
-                self._note_pending(self.jobs[record.job])
+                    job.last_wall_s = record.wall_s
+                self._note_pending(job)
 
     def _submitted(self, record: records.JobSubmitted) -> None:
         namespace = record.namespace or DEFAULT_NAMESPACE
-        sweep = None if record.sweep is None else self.jobs[record.sweep]
-        job = self.jobs[record.job] = JobHistory(
+        sweep = None if record.sweep is None else self.jobs.change(record.sweep, self.num_records)
+        job = JobHistory(
             job=record.job,
             namespace=namespace,
             number=self.num_submitted if sweep is None else sweep.number,
@@ -264,6 +382,7 @@ class History:
             sweep=record.sweep,
             trials=record.trials,
         )
+        self.jobs.add(job, self.num_records)
         if isinstance(job.spec, ArrayJob):
             job.chosen = carried_choices(job.spec, job.job, self._chosen_of)
             job.rounds = {Step(0): rows_begun(job.spec, self._rounds_of)}
@@ -394,7 +513,7 @@ class History:
             case records.Incident():
                 job.incidents.append(record)
                 if job.sweep is not None:
-                    self.jobs[job.sweep].incidents.append(record)
+                    self.jobs.change(job.sweep, self.num_records).incidents.append(record)
             case records.DataCounted():
                 job.counted = record
             case records.Quarantined():
@@ -405,6 +524,9 @@ class History:
                 job.held, job.halt = record, None
             case records.JobResumed():
                 _resume(job, record)
+                for array in job.arrays:
+                    # A sweep that goes on looks at all of its arrays.
+                    self.jobs.change(array, self.num_records)
             case records.JobEnded():
                 job.end, job.held, job.halt = record, None, None
             case _:
@@ -413,12 +535,14 @@ class History:
     def _forgotten_elsewhere(self, job: JobHistory) -> None:
         """Members of a job's new generation hold nothing of other jobs any more."""
         here = set(job.members)
-        for other in self.jobs.values():
-            if other is not job and (other.holding or other.behind):
-                other.holding = tuple(
-                    {m: x for m, x in held.items() if m not in here} for held in other.holding
-                )
-                other.behind = {m: x for m, x in other.behind.items() if m not in here}
+        shelved = self.jobs.held_by([member.incarnation for member in job.members])
+        for name in [*shelved, *(other.job for other in self.jobs.resident())]:
+            other = self.jobs[name]
+            if other is job or here.isdisjoint(other.holders()):
+                continue
+            other = self.jobs.change(name, self.num_records)
+            other.holding = tuple({m: x for m, x in held.items() if m not in here} for held in other.holding)
+            other.behind = {m: x for m, x in other.behind.items() if m not in here}
 
     @property
     def position(self) -> LogPosition | None:
@@ -446,9 +570,9 @@ class History:
         asked = [job for job in self._pending.values() if job.sweep is None]
         return sorted((*asked, *self._sweeps.values()), key=lambda job: job.number)
 
-    def listed(self) -> list[JobHistory]:
-        """Jobs of clients, oldest first."""
-        return [job for job in self.jobs.values() if job.sweep is None]
+    def listed(self) -> list[JobHistory | JobCard]:
+        """Jobs of clients, oldest first; of those that are shelved their cards."""
+        return [job for job in self.jobs.all() if job.sweep is None]
 
     def used_s(self, namespace: str, *, now: float) -> float:
         """Worker seconds that a namespace has used, older ones counting less."""
@@ -456,7 +580,9 @@ class History:
 
     def state_of(self, job: JobId) -> JobState | None:
         """The state of a job that has ended or is held; None of one that goes on."""
-        found = self.jobs[job]
+        found = self.jobs.peek(job)
+        if isinstance(found, JobCard):
+            return found.state
         if found.end is not None:
             return found.end.state
         return None if found.held is None else JobState.HELD

@@ -169,6 +169,11 @@ class CheckpointCommitted:
     keeps: tuple[Step, ...] = ()
     """Versions of the checkpoints that are kept from here on, this one included; older releases wrote none."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(file.num_bytes for stage in self.stages for file in stage.files)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointChecked:
@@ -422,3 +427,8 @@ JobRecord = (
 """Any record of a job that exists."""
 
 Record = EpochOpened | JobSubmitted | JobRecord | Drained
+
+
+def job_of_record(record: Record) -> JobId | None:
+    """Job that a record is of; None for a record of the coordinator itself."""
+    return None if isinstance(record, EpochOpened | Drained) else record.job

@@ -26,6 +26,6 @@ def spare_checkpoints(sweep: JobHistory, history: History) -> Iterator[tuple[Job
         spare = {x.version for x in array.checkpoints} - needed
         if spare:
             # Clients' jobs may begin with a row, too.
-            spare -= begun_from(array.job, history.jobs.values())
+            spare -= begun_from(array.job, history.jobs.resident())
         if spare:
             yield array, tuple(sorted(spare))

@@ -19,7 +19,7 @@ from skein.config.quota import UNBOUNDED, QuotaSpec
 from skein.plan.agreeing.walkers import walkers_of
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import ManifestWritten, PruneCheckpoints, WriteManifest
-from skein.protocol.coordinator.quotas import size_of, stored_with
+from skein.protocol.coordinator.quotas import stored_with
 from skein.protocol.coordinator.runs.checkpoints.keeping import kept_with
 from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.placing.planning import fingerprint_of
@@ -48,7 +48,7 @@ class Savings(RunPart):
         self._quota = quota
         self._over = ""
         """Reason why the last checkpoint that was due was not stored: the quota is full; "" if it was."""
-        self._last_bytes = max(map(size_of, self._job.checkpoints[-1:]), default=0)
+        self._last_bytes = max((x.num_bytes for x in self._job.checkpoints[-1:]), default=0)
         self.waits_for = ""
         """Reason why the checkpoint that the run waits for could not be written, the last time."""
         self.again_at: float | None = None
@@ -228,7 +228,7 @@ class Savings(RunPart):
             return
         checkpoint = self.written(report, wall_s=now)
         if checkpoint is not None:
-            self._last_bytes = size_of(checkpoint)
+            self._last_bytes = checkpoint.num_bytes
             self._complete(checkpoint, report.generation, now=now)
 
     def _complete(self, checkpoint: CheckpointCommitted, generation: Generation, *, now: float) -> None:
@@ -313,7 +313,7 @@ class Savings(RunPart):
         if not self.newest < checkpoint.version <= job.version:
             return
         self._out.record(
-            replace(checkpoint, keeps=kept_with(job, checkpoint.version, self._out.history.jobs.values()))
+            replace(checkpoint, keeps=kept_with(job, checkpoint.version, self._out.history.jobs.resident()))
         )
         self._log(f"checkpoint={checkpoint.version}")
         keep = tuple(kept.version for kept in job.checkpoints)
