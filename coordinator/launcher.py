@@ -17,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from coordinator.identity.office import ADMIN_FILE
 from coordinator.identity.office import FOLDER as AUTHORITY_FOLDER
@@ -34,7 +34,7 @@ from coordinator.launch.environment import (
 )
 from coordinator.launch.folder import RayFolder, take_folder
 from coordinator.launch.guard import GIVE_UP_S
-from coordinator.launch.raylog import RayFailedError, with_ray_log
+from coordinator.launch.raylog import RayFailedError, RayGoneError, with_ray_log
 from coordinator.records.store import LOCK_FILE
 from coordinator.serving import LOCK_WAIT_S, ServingOptions
 from coordinator.telling.logs import LOG_FILE, LogFollower
@@ -58,6 +58,10 @@ EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - only compared with
 START_BYTES = 1 << 20
 """Bytes that the log and its files take until the first step."""
 _TICK_S = 0.5
+AGAIN_S = 60.0
+"""A launcher whose Ray is gone starts anew by itself, but not if it did so within this time: then the cause stays."""
+_AGAIN = "SKEIN_BEGAN_AGAIN_AT"
+"""Variable by which a launcher knows that it has started anew, and when: seconds of this machine's monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +116,27 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     except _StopAskedError:
         return 0
     except SkeinError as error:
+        if isinstance(error, RayGoneError) and not _began_again_lately():
+            print(f"warning: {error}; starts anew by itself", file=sys.stderr, flush=True)
+            _begin_again()
         return _fail(error, FAILED)
     return 0
+
+
+def _began_again_lately() -> bool:
+    began_s = float(os.environ.get(_AGAIN, "-inf"))
+    return time.monotonic() - began_s < AGAIN_S
+
+
+def _begin_again() -> NoReturn:
+    """Become the same command anew, with the same process id: what Ray keeps in this process cannot be cleared up."""
+    os.environ[_AGAIN] = str(time.monotonic())
+    sys.stdout.flush()
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:  # Dead processes of Ray, which no Popen of the new program waits for.
+            pass
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # Sockets of Ray, which are inherited.
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _fail(error: SkeinError, code: int) -> int:

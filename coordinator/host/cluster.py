@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coordinator.host.actor import Failed, Host, HostOptions
-from coordinator.launch.raylog import RayFailedError
+from coordinator.launch.raylog import RayFailedError, RayGoneError
 from coordinator.serving import Serves
 from skein.errors import LocalError, UserError
 from skein.wire.channel import split_address
@@ -100,7 +100,9 @@ def start_local(temp_dir: Path, *, num_cpus: int, object_store_bytes: int) -> Cl
         ):
             raise
         raise RayFailedError(f"Ray does not start: {_one_line(error)}") from error
-    return Cluster([child for child in psutil.Process().children() if child.name() in _VITAL])
+    # Below a launcher that has started anew there may be dead processes of its first cluster.
+    started = [child for child in psutil.Process().children() if _is_alive(child)]
+    return Cluster([child for child in started if child.name() in _VITAL])
 
 
 def connect(address: str, *, allow_insecure: bool = False) -> Cluster:
@@ -217,7 +219,8 @@ class HostActor:
         """Waits so long at most; gives what ended the coordinator, None while it lives.
 
         Raises:
-            LocalError: Ray itself is gone, or cannot make the actor again.
+            RayGoneError: Ray itself is gone.
+            LocalError: Ray cannot make the actor again.
         """
         return self._asked(self._ended, seconds, "the coordinator is gone with Ray")
 
@@ -233,6 +236,7 @@ class HostActor:
             done, _ = ray.wait([answer], timeout=seconds)
             found = ray.get(answer) if done else None
         except RayError as error:
+            self._require_whole()
             raise RayFailedError(f"{failure}: {_one_line(error)}") from error
         if isinstance(found, Failed):
             raise LocalError(found.line)
@@ -261,7 +265,7 @@ class HostActor:
     def _require_whole(self) -> None:
         gone = self._cluster.broken()
         if gone is not None:
-            raise RayFailedError(f"{gone}, so the coordinator stops; the state is intact, start it again")
+            raise RayGoneError(f"{gone}, so the coordinator stops; the state is intact, start it again")
 
 
 def _make(options: HostOptions) -> _Handle:

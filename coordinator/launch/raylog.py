@@ -28,6 +28,10 @@ class RayFailedError(LocalError):
     """Ray did not start, or ended; its own log may say why."""
 
 
+class RayGoneError(RayFailedError):
+    """A process without which Ray is broken has ended."""
+
+
 def with_ray_log(error: RayFailedError, folder: Path, state_dir: Path) -> RayFailedError:
     """The same failure with the last telling lines of Ray's log and the place where that log is kept.
 
@@ -37,13 +41,13 @@ def with_ray_log(error: RayFailedError, folder: Path, state_dir: Path) -> RayFai
     """
     files = list(_log_files(folder))
     if not files:
-        return RayFailedError(f"{error}; Ray has written no log")
+        return type(error)(f"{error}; Ray has written no log")
     try:
         where = f"Ray's log is kept in {_keep(files, state_dir / KEPT_FOLDER)}"
     except OSError as failure:
         where = f"Ray's log cannot be kept ({failure.strerror or failure})"
     quoted = "".join(f" | {line}" for line in _last_lines(files) or _very_last(files[-1]))
-    return RayFailedError(f"{error}; {where}{'; it ends:' if quoted else ''}{quoted}")
+    return type(error)(f"{error}; {where}{'; it ends:' if quoted else ''}{quoted}")
 
 
 def _log_files(folder: Path) -> Iterator[Path]:

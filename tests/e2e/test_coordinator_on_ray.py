@@ -158,7 +158,7 @@ async def test_a_killed_coordinator_is_back_with_its_jobs_and_the_next_epoch(tmp
 
 
 @pytest.mark.long
-async def test_a_killed_launcher_takes_everything_along_and_its_successor_is_alone_until_its_raylet_dies(
+async def test_a_killed_launcher_takes_everything_along_and_its_successor_is_alone_and_outlives_its_raylet_once(
     tmp_path: Path,
 ) -> None:
     async with brought_up(tmp_path) as first:
@@ -174,8 +174,15 @@ async def test_a_killed_launcher_takes_everything_along_and_its_successor_is_alo
             assert gone(orphans) == []
             assert await first.epoch() is None
             asking.cancel()
-            # Without its raylet Ray is broken, and would never say so.
+            # Without its raylet Ray is broken, and would never say so. The launcher starts anew, once.
+            broken = second.descendants()
             second.named("raylet").kill()
+            await second.until_epoch(lambda now: now == 3, START_S)
+            assert gone(broken) == []
+            assert await second.jobs() == [job]
+            second.named("gcs_server").kill()
             assert await asyncio.to_thread(second.launcher.wait, GONE_S) == 1
-            assert "has ended, so the coordinator stops; the state is intact" in second.errors.read_text()
+            said = second.errors.read_text()
+            assert said.count("has ended, so the coordinator stops; the state is intact") == 2
+            assert said.count("starts anew by itself") == 1
             assert await second.epoch() is None
