@@ -133,7 +133,8 @@ def _begin_again() -> NoReturn:
     os.environ[_AGAIN] = str(time.monotonic())
     sys.stdout.flush()
     with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:  # Dead processes of Ray, which no Popen of the new program waits for.
+        # Dead processes of Ray: the new program has no Popen that waits for them.
+        while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # Sockets of Ray, which are inherited.
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
