@@ -10,6 +10,7 @@ from skein.protocol.coordinator.coordinator_io import CancelAsked, DrainAsked, P
 from skein.protocol.coordinator.runs.run import Run
 from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
 from skein.protocol.worker.ops import COMPUTE_OPS, ApplyOp, JoinOp, Op, PackOp, SumOp
+from skein.sim.lines.lies import Accuser
 from skein.sim.lines.network import FAIR, Weather
 from skein.sim.world import World
 from skein.types import JobId, JobState, SiteId, WorkerId
@@ -152,6 +153,18 @@ def _lie(world: World, fault: Fault) -> None:
     for name in liars:
         world.have_lie(name, rng.stream(fault.number, "lies", name), 2 * fault.seconds)
         world.bring_back(name, AWAY_S + 2 * fault.seconds)
+
+
+def _accuse(world: World, fault: Fault) -> None:
+    """Have a worker, or two, accuse peers that they reach, in every generation: one peer, or several in turn."""
+    for name in [fault.worker] if fault.number % 3 else [fault.worker, fault.other]:
+        if name in world.workers:
+            how = Accuser(
+                machine=world.workers[name].machine,
+                num_named=1 + fault.number // 3 % 3,
+                with_every_beat=fault.number % 2 == 0,
+            )
+            world.have_say(name, how, 4 * fault.seconds)
 
 
 # --- several at once ---
@@ -386,6 +399,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "forget": _forget,
     "crowd": _crowd,
     "lie": _lie,
+    "accuse": _accuse,
     "third": _third,
     "site": _site,
     "neighbours": _neighbours,
@@ -413,7 +427,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "pause": _pause,
 }
 """By name."""
-RARE = ("crowd", "shrink", "device")
+RARE = ("crowd", "shrink", "device", "accuse", "accuse")
 """Faults that strike in `RARE_SHARE` of the schedules, in the place of another."""
 RARE_SHARE = 1 / 8
 DEADLY = frozenset(

@@ -25,6 +25,7 @@ from skein.protocol.worker.ops import ApplyOp, OpFailed, OpOutcome, SaveOp, Snap
 from skein.protocol.worker.worker import Worker
 from skein.sim.compute.executor import SimExecutor
 from skein.sim.compute.rows import picked_by
+from skein.sim.lines.lies import Says, mutated
 from skein.sim.lines.network import COORDINATOR, Network
 from skein.sim.lines.streams import Streams
 from skein.sim.lines.transport import Transport
@@ -292,8 +293,19 @@ class World(SimService):
         """Mutate a worker's reports for a while; nothing holds of what it says, and of what follows from that."""
         worker = self.workers.get(name)
         if worker is not None:
-            worker.lies, worker.has_lied = draw, True
-            self.clock.after(seconds, partial(setattr, worker, "lies", None))
+            worker.has_lied = True
+            self.have_say(name, partial(mutated, draw=draw), seconds)
+
+    def have_say(self, name: WorkerId, says: Says, seconds: float | None = None) -> None:
+        """Have a worker send other reports than its machine made for so long; None: for good.
+
+        Only reports are withheld, or added that say nothing of the worker itself: what it holds is as it says.
+        """
+        worker = self.workers.get(name)
+        if worker is not None:
+            worker.says = says
+            if seconds is not None:
+                self.clock.after(seconds, partial(setattr, worker, "says", None))
 
     def shorten_log(self, name: WorkerId, *, num_kept: int) -> None:
         """Have a worker's boundary log forget all but so many tensors, for want of room."""

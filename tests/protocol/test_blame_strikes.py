@@ -17,7 +17,7 @@ from tests.support.jobs import small_job
 from tests.support.plans import grid_plan
 from tests.support.reports import hello
 
-W, V = WorkerId("w"), WorkerId("v")
+W, V, ACCUSER = WorkerId("w"), WorkerId("v"), WorkerId("accuser")
 FIRST, SECOND = Incarnation("1"), Incarnation("2")
 
 
@@ -56,7 +56,10 @@ class Blamed:
 def strike_often(blamed: Blamed, worker: WorkerId, *hearsay: bool) -> list[bool]:
     found = []
     for is_hearsay in hearsay:
-        blamed.blame.strike(worker, "failed", is_hearsay=is_hearsay)
+        if is_hearsay:
+            blamed.blame.accused(ACCUSER, worker, "failed", is_possible=True)
+        else:
+            blamed.blame.strike(worker, "failed")
         found.append(worker in blamed.blame.excluded)
     return found
 
@@ -78,8 +81,8 @@ def test_strikes_count_by_worker_and_between_commits() -> None:
 
 def test_only_hearsay_can_be_pardoned() -> None:
     blamed = Blamed()
+    strike_often(blamed, V, False, False, False)
     strike_often(blamed, W, True, True, True)
-    strike_often(blamed, V, True, False, True)
     assert blamed.blame.may_pardon
     assert blamed.pardon() == [W]
     assert blamed.blame.excluded == {"v": "failed"}
@@ -97,7 +100,7 @@ def test_a_new_process_begins_without_strikes() -> None:
 
 def lie_often(blamed: Blamed, worker: WorkerId, num_lies: int) -> None:
     for _ in range(num_lies):
-        blamed.blame.strike(worker, "lied", is_hearsay=False, lasts=True)
+        blamed.blame.strike(worker, "lied", lasts=True)
 
 
 def say_unfit(blamed: Blamed) -> None:
@@ -113,7 +116,7 @@ def go_and_come_back(blamed: Blamed) -> None:
 
 
 def fail_a_peer(blamed: Blamed) -> None:
-    blamed.blame.strike(W, "cannot be reached", is_hearsay=True)
+    blamed.blame.accused(ACCUSER, W, "cannot be reached", is_possible=True)
 
 
 def be_late(blamed: Blamed) -> None:

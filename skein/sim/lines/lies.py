@@ -1,19 +1,34 @@
 """Reports that are not what their worker made of them: other numbers, ids and lists, missing and repeated ones.
 
 What a liar does stays honest; only what it says is mutated, as by a faulty machine, or by somebody who is let in.
+A worker that withholds reports, or accuses its peers, says nothing false of its own state.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from math import inf, nan
 from typing import TypeVar
 
 from numpy.random import Generator as Draw
 
+from skein.protocol.messages.coresets import CandidatesPicked
 from skein.protocol.messages.ranges import MAX_INTEGER
-from skein.protocol.messages.reports import Hello, Report
-from skein.types import GroupId, Own, StageIndex
+from skein.protocol.messages.reports import (
+    Ack,
+    Beat,
+    CheckpointWritten,
+    ChunksReady,
+    EvaluationDone,
+    Hello,
+    Report,
+    SketchTaken,
+    StageDone,
+    Suspected,
+    Vote,
+)
+from skein.protocol.worker.worker import Worker
+from skein.types import Generation, GroupId, Own, StageIndex
 
 SHARE = 0.4
 """Share of a liar's reports that are mutated."""
@@ -24,8 +39,54 @@ _NAMES = ("", "w0000", "w0001", "s0", "sim-1", "nobody")
 _KEPT = frozenset({"worker", "incarnation", "secret"})
 """Fields of a Hello that stay: a worker that says another's name there has no place in the world."""
 
+OWED: tuple[type[Report], ...] = (
+    Ack,
+    ChunksReady,
+    StageDone,
+    Vote,
+    SketchTaken,
+    EvaluationDone,
+    CandidatesPicked,
+    CheckpointWritten,
+)
+"""Reports that a member owes the coordinator: a run waits for each of them."""
+
 Place = tuple[str | int, ...]
+Says = Callable[[Report], tuple[Report, ...]]
+"""Reports that a worker sends in the place of one that its machine made."""
 T = TypeVar("T")
+
+
+def withholding(kinds: Collection[type[Report]]) -> Says:
+    """Send all reports but those of these kinds."""
+    return lambda report: () if isinstance(report, tuple(kinds)) else (report,)
+
+
+@dataclass(slots=True, kw_only=True)
+class Accuser:
+    """A worker that accuses a peer once it has built in a generation, or with every beat too, and reaches that peer.
+
+    It goes round among the first `num_named` of its peers, by name.
+    """
+
+    machine: Worker
+    num_named: int
+    with_every_beat: bool = False
+    num_accusations: int = 0
+    _accused_in: Generation = field(default=Generation(-1))
+
+    def __call__(self, report: Report) -> tuple[Report, ...]:
+        """The report, and after it an accusation if one is due."""
+        machine = self.machine
+        is_new = self._accused_in != machine.generation or self.with_every_beat
+        others = sorted(machine.members - {machine.identity.worker})[: self.num_named]
+        if not isinstance(report, Beat | ChunksReady) or machine.pipeline is None or not is_new or not others:
+            return (report,)
+        self._accused_in = machine.generation
+        peer = others[self.num_accusations % len(others)]
+        self.num_accusations += 1
+        accusation = Suspected(generation=machine.generation, peer=peer, reason="connection refused")
+        return (report, accusation)
 
 
 def mutated(report: Report, draw: Draw) -> tuple[Report, ...]:

@@ -15,7 +15,6 @@ from skein.protocol.messages.ranges import check_numbers
 from skein.protocol.messages.reports import Beat, Hello, Report
 from skein.protocol.worker.worker_io import DirectiveArrived, StreamLost, StreamOpened
 from skein.sim.judging.invariants import FoundStage
-from skein.sim.lines.lies import mutated
 from skein.sim.lines.network import COORDINATOR, Network
 from skein.sim.lines.reach import ReachTimes
 from skein.sim.lines.transport import Give
@@ -177,7 +176,7 @@ class Streams:
             return
         if isinstance(report, Beat) and worker.executor.share_of_time != 1.0:
             report = replace(report, running_s=report.running_s * worker.executor.share_of_time)
-        said = (report,) if worker.lies is None else mutated(report, worker.lies)
+        said = (report,) if worker.says is None else worker.says(report)
         for one in said:
             event = arrived(worker, one)
             if isinstance(one, Hello) and isinstance(event, ReportRefused):

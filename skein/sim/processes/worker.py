@@ -5,12 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from numpy.random import Generator as Draw
-
 from skein.protocol.worker.ops import Op
 from skein.protocol.worker.worker import Worker
 from skein.sim.clock import Action
 from skein.sim.compute.executor import SimExecutor
+from skein.sim.lines.lies import Says
 from skein.sim.processes.devices import SimMesh
 
 
@@ -30,8 +29,8 @@ class SimWorker:
     is_to_forget: bool = False
     to_fail: Callable[[Op], bool] | None = None
     """Test of ops; the next op that passes it fails halfway."""
-    lies: Draw | None = None
-    """Stream of random numbers that mutations of its reports draw from."""
+    says: Says | None = None
+    """Reports that it sends in the place of each that its machine made; None: that one."""
     has_lied: bool = False
     wakes_at: float | None = None
     dials_at: float = 0.0

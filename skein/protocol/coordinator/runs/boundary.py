@@ -68,7 +68,7 @@ class Boundary:
             return
         reason = f"{' and '.join(odd)} read other data than before: give all workers the same files"
         for worker in odd:
-            parts.blame.strike(worker, reason, is_hearsay=False)
+            parts.blame.strike(worker, reason)
         self._fence.open(reason, now=now)
 
     # --- between steps ---
@@ -184,7 +184,7 @@ class Boundary:
         if liar is None:
             self.drive(VoteHeard(worker=worker, vote=vote), now=now)
         else:
-            self._fence.blame(liar, "its parameters are not what it claimed", is_hearsay=False, now=now)
+            self._fence.blame(liar, "its parameters are not what it claimed", now=now)
 
     def drive(self, event: RoundEvent, *, now: float) -> None:
         """Hand an event to the step in progress, if there is one, and act on what ends by it."""

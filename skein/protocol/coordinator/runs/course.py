@@ -50,6 +50,12 @@ class RunCourse:
             return True
         return phase.waits_for_all or (phase.waits_for_placed and worker in members.placed)
 
+    def may_suspect(self, accuser: WorkerId, peer: WorkerId) -> bool:
+        """Whether the plan in place has anything go from one of two workers to the other."""
+        if accuser == peer or isinstance(self.phase, phases.FencePhase | phases.EndPhase):
+            return False
+        return peer in self._parts.members and self._parts.members.may_have_met(accuser, peer)
+
     def is_to_fence(self) -> bool:
         """Whether a generation is to be opened when enough workers are here, to go on or at least to save."""
         if not self.is_in(phases.GatherPhase) or self._parts.gathering.is_hopeless:

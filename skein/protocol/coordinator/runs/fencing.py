@@ -18,7 +18,7 @@ from skein.protocol.coordinator.runs.parts import Parts
 from skein.protocol.coordinator.runs.placing.resuming import Resumed
 from skein.protocol.coordinator.runs.stopping import Stopping
 from skein.protocol.log.records import IncidentKind
-from skein.protocol.messages.reports import Ack, Trouble
+from skein.protocol.messages.reports import Ack, Suspected, Trouble
 from skein.protocol.rounds.round import RoundFailed
 from skein.types import WorkerId
 
@@ -45,18 +45,30 @@ class Fence:
             reason = f"{worker} came back on a new stream"
             self.failed(IncidentKind.LINK_FAILED, worker, reason, now=now)
 
-    def blame(self, worker: WorkerId, reason: str, *, is_hearsay: bool, now: float) -> None:
-        """Strike a worker for a failure on or towards it, and try again: without it after too many times."""
+    def blame(self, worker: WorkerId, reason: str, *, now: float) -> None:
+        """Strike a worker for a failure on it, and try again: without it after too many times."""
         if self._course.is_in(phases.GatherPhase) or worker not in self._parts.members:
             return
-        self._parts.blame.strike(worker, reason, is_hearsay=is_hearsay)
-        kind = IncidentKind.LINK_FAILED if is_hearsay else IncidentKind.WORKER_FAILED
-        self.failed(kind, worker, f"{worker}: {reason}", now=now)
+        self._parts.blame.strike(worker, reason)
+        self.failed(IncidentKind.WORKER_FAILED, worker, f"{worker}: {reason}", now=now)
+
+    def suspected(self, accuser: WorkerId, report: Suspected, *, now: float) -> None:
+        """A worker does not reach a peer, or so it says: try again, without one of the two after too many times.
+
+        An accusation that the plan rules out changes nothing for the step, so it opens no generation.
+        """
+        peer, reason = report.peer, f"{accuser} cannot reach it: {report.reason}"
+        if self._course.is_in(phases.GatherPhase):
+            return
+        is_possible = self._course.may_suspect(accuser, peer)
+        going = self._parts.blame.accused(accuser, peer, reason, is_possible=is_possible)
+        if is_possible:
+            self.failed(IncidentKind.LINK_FAILED, going or peer, f"{peer}: {reason}", now=now)
 
     def troubled(self, worker: WorkerId, trouble: Trouble, *, now: float) -> None:
         """A worker cannot do its part, for it or the job is unfit, or for what may not happen again."""
         if not (trouble.is_fatal or trouble.is_unfit):
-            self.blame(worker, trouble.reason, is_hearsay=False, now=now)
+            self.blame(worker, trouble.reason, now=now)
             return
         here = (entry.hello.worker for entry in self._parts.candidates())
         reason = self._parts.blame.judge(worker, trouble, [x for x in here if x != worker])

@@ -132,11 +132,11 @@ class Run:
             case CandidatesPicked():
                 parts.selecting.picked(worker, report, now=now)
             case reports.TimesMeasured():
+                parts.blame.reached(worker, (x.receiver for x in report.transfers if x.sender == worker))
                 if self.plan is not None:
                     parts.measured.take(worker, report, self.plan)
             case reports.Suspected():
-                reason = f"{worker} cannot reach it: {report.reason}"
-                self._fence.blame(report.peer, reason, is_hearsay=True, now=now)
+                self._fence.suspected(worker, report, now=now)
             case reports.CheckpointUnread():
                 if reason := parts.storage.unread(worker, report, parts.incidents, now=now):
                     self._fence.open(reason, now=now)

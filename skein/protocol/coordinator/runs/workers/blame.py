@@ -2,7 +2,7 @@
 
 Rules of this file
 - Who fails three times in a row gets no more work. What only peers said of a worker may be the fault of a link, and can
-  be pardoned.
+  be pardoned. It counts against both ends of that link (`accusations`), and one of the two goes.
 - A strike lasts where a worker has reported what cannot be, or otherwise than most: steps that are committed all the
   same say nothing for it.
 - A worker that cannot read checkpoints is not to blame: it is set aside until a step is committed, for then others have
@@ -17,10 +17,11 @@ from collections.abc import Collection, Iterable, Mapping
 
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.part import RunPart
+from skein.protocol.coordinator.runs.workers.accusations import Accusations
 from skein.protocol.coordinator.runs.workers.disputes import MAX_STRIKES, Disputes
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.records import Quarantined
-from skein.protocol.membership.membership import Entry
+from skein.protocol.membership.membership import Entry, Lost
 from skein.protocol.messages.directives import StepRecord
 from skein.protocol.messages.reports import DataOpened, Trouble
 from skein.protocol.rounds.round import Outvoted, RoundFailed
@@ -35,6 +36,7 @@ class Blame(RunPart):
     def __init__(self, members: Members) -> None:
         super().__init__(members)
         self._disputes = Disputes()
+        self._accusations = Accusations()
         self._incarnations: dict[WorkerId, Incarnation] = {}
         self._num_by_worker: Counter[WorkerId] = Counter()
         self._num_lasting: Counter[WorkerId] = Counter()
@@ -70,23 +72,59 @@ class Blame(RunPart):
 
     # --- what it did ---
 
-    def strike(self, worker: WorkerId, reason: str, *, is_hearsay: bool, lasts: bool = False) -> None:
-        """Count a failure, which the worker itself reported unless `is_hearsay`; the third excludes it."""
+    def strike(self, worker: WorkerId, reason: str, *, lasts: bool = False) -> None:
+        """Count a failure that a worker has shown itself; the third excludes it."""
         self._num_lasting[worker] += lasts
         self._num_by_worker[worker] += 1
-        count = self._num_by_worker[worker]
-        if not is_hearsay:
-            self._accused.discard(worker)
-        elif count == 1 and not self._is_out(worker):
-            self._accused.add(worker)
-        if max(count, self._num_lasting[worker]) >= MAX_STRIKES and not self._is_out(worker):
+        self._accused.discard(worker)
+        most = max(self._num_by_worker[worker], self._num_lasting[worker])
+        if most >= MAX_STRIKES and not self._is_out(worker):
             self._exclude(worker, reason)
+
+    def accused(
+        self, accuser: WorkerId, accused: WorkerId, reason: str, *, is_possible: bool
+    ) -> WorkerId | None:
+        """Count an accusation; gives the worker of the two that gets no more work, if this was one too many.
+
+        Args:
+            accuser: worker that says that it does not reach its peer.
+            accused: that peer.
+            reason: in words.
+            is_possible: whether the plan has anything go from one of the two to the other.
+        """
+        heard = self._accusations
+        heard.heard(accuser, accused, is_possible=is_possible)
+        if max(heard.num_strikes(accuser), heard.num_strikes(accused)) < MAX_STRIKES:
+            return None
+        going = heard.less_credible(accuser, accused) or accused
+        if self._is_out(accused):
+            going = accuser
+        if self._is_out(going):
+            return None
+        if going == accuser:
+            reason = f"it does not reach peers that others reach, at last {accused}"
+        self._accused.add(going)
+        self._exclude(going, reason)
+        self._pardon([x for x in heard.cleared(going) if x in self._accused and x in self._excluded])
+        return going
+
+    def reached(self, worker: WorkerId, peers: Iterable[WorkerId]) -> None:
+        """A worker says that peers have taken its tensors in this generation."""
+        self._accusations.reached(worker, (peer for peer in peers if peer in self._members.placed))
+
+    def fenced(self, *, now: float) -> None:
+        """A generation is opened: which workers reach each other is not known yet."""
+        self._accusations.fenced()
+
+    def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
+        """A worker is gone: peers that did not reach it were right."""
+        self._accusations.lost(change.worker)
 
     def judged(self, end: Outvoted | RoundFailed) -> None:
         """Strike workers that reported what cannot be; of those that disagree too often, exclude the least credible."""
         if not (isinstance(end, RoundFailed) and end.is_disputed):
             for worker in end.blamed:
-                self.strike(worker, end.reason, is_hearsay=False, lasts=True)
+                self.strike(worker, end.reason, lasts=True)
             return
         going = self._disputes.disputed(end.blamed)
         for worker in going:
@@ -166,6 +204,7 @@ class Blame(RunPart):
         if is_new:
             self._num_lasting.pop(worker, None)
             self._disputes.forget(worker)
+            self._accusations.forget(worker)
         if is_new or worker in self._accused | self._set_aside:
             self._let_back(worker)
         self._incarnations[worker] = incarnation
@@ -176,6 +215,7 @@ class Blame(RunPart):
         Who was set aside can have from others what it lacked.
         """
         self._disputes.agreed(plan.groups)
+        self._accusations.committed(plan)
         self._num_by_worker.clear()
         self._pardon(sorted(self._set_aside - self._unfit))
 

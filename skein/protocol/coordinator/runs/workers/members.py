@@ -25,6 +25,8 @@ class Members:
         self.acks: dict[WorkerId, Ack] = {}
         self.ready: dict[WorkerId, ChunksReady] = {}
         self.placed: dict[WorkerId, None] = {}
+        self._donors: dict[WorkerId, frozenset[WorkerId]] = {}
+        """Workers from which each worker of the plan was to fetch state."""
         self.keepers: dict[GenerationMember, tuple[ChunkVersion, ...]] = {}
         """Processes that have told of copies in their memory, here or not, and of which."""
         self.job = job
@@ -112,12 +114,18 @@ class Members:
     def place(self, workers: Iterable[WorkerId]) -> None:
         """Give these workers a place, though no plan was assigned."""
         self.placed = dict.fromkeys(workers)
+        self._donors.clear()
 
     def assign(self, told: Mapping[WorkerId, Assign]) -> None:
         """Tell each worker of the plan its part."""
         self.place(sorted(told))
         for worker in self.placed:
+            self._donors[worker] = donors_of(told[worker])
             self.send(told[worker], worker)
+
+    def may_have_met(self, worker: WorkerId, peer: WorkerId) -> bool:
+        """Whether the plan that was assigned lets a worker know whether a peer can be reached."""
+        return worker in self.placed and (peer in self.placed or peer in self._donors.get(worker, ()))
 
     def built(self, worker: WorkerId, report: ChunksReady) -> bool:
         """A worker has its chunks; whether every worker of the plan has them now."""
@@ -197,3 +205,10 @@ class Members:
     def _dismiss(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
             self.out.send(Dismiss(job=self.job.job, may_exit=entry.is_leaving), entry.process)
+
+
+def donors_of(assign: Assign) -> frozenset[WorkerId]:
+    """Peers from which a worker is to fetch state."""
+    sources = [chunk.source for chunk in assign.chunks]
+    averaged = (neighbour.peer for source in sources for neighbour in source.neighbours)
+    return frozenset([*(source.peer for source in sources if source.peer is not None), *averaged])
