@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from skein.config.aggregation import AggregationSpec, AllReduce
 from skein.config.checks import ChecksSpec
 from skein.config.data.sources import DigitsSource
-from skein.config.data.spec import BYTES, DataSpec
+from skein.config.data.spec import BYTES, FIRST_RULES, DataSpec
 from skein.config.explain import Words
 from skein.config.mesh.tensor import TensorSpec
 from skein.config.optimizer import AdamWSpec, LambSpec, OptimizerSpec
@@ -452,7 +452,12 @@ def read_spec(text: str) -> JobSpec:
     Raises:
         LocalError: this release does not know such a job.
     """
-    kind = ArrayJob if "array" in json.loads(text) else JobSpec
+    found = json.loads(text)
+    kind = ArrayJob if "array" in found else JobSpec
+    data = found.get("data")
+    if isinstance(data, dict) and "rules" not in data:
+        # It was submitted before the rules had a version: it goes on reading what it has read so far.
+        text = json.dumps({**found, "data": {**data, "rules": FIRST_RULES}})
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:

@@ -156,7 +156,7 @@ def open_dataset(
     size, tokenizer, shape = model.vocab_size, None, model.labelled
     if shape is not None:
         sources: tuple[Samples, ...] = tuple(
-            _open_labelled(source, shape, field, roots) for field, source in data.named_sources
+            _open_labelled(source, shape, field, roots, data.rules) for field, source in data.named_sources
         )
     else:
         assert size is not None, "a model without classes has a vocabulary"
@@ -168,6 +168,7 @@ def open_dataset(
             roots=roots,
             cache=cache,
             tokenizer=tokenizer,
+            rules=data.rules,
         )
         sources = tuple(_open_tokens(source, opening, field) for field, source in data.named_sources)
     selection = _selection(sources, data, seed)
@@ -214,13 +215,13 @@ def _open_tokens(source: SourceSpec, opening: SourceOpening, field: str) -> Samp
             assert_never(source)
 
 
-def _open_labelled(source: SourceSpec, shape: LabelledShape, field: str, roots: Roots) -> Samples:
+def _open_labelled(source: SourceSpec, shape: LabelledShape, field: str, roots: Roots, rules: int) -> Samples:
     if not source.is_labelled:
         hint = "is text, and the model reads samples with labels: "
         hint += "use arrays, digits or jsonl with `label`, or family: llama"
         raise UserError(f"{field}.format", source.format, hint)
     assert isinstance(source, ArraysSource | DigitsSource | JsonlSource)
-    return open_labelled(source, shape, field=field, roots=roots)
+    return open_labelled(source, shape, field=field, roots=roots, rules=rules)
 
 
 def _chosen(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from skein.errors import UnfitError, UserError
 from skein.own import install_hint
 from skein.storage.outside import call_moved
-from worker.data.files import DataFile, readable
+from worker.data.files import DataFile
 
 if TYPE_CHECKING:
     import pyarrow
@@ -73,7 +73,7 @@ def rows_of_parquet(files: Sequence[DataFile], key: str, field: str) -> Iterator
         hint = f"needs pyarrow on every worker of the first stage: {install_hint('parquet')}"
         raise UnfitError(f"{field}.format", "parquet", hint) from error
     for file in files:
-        with readable(f"{field}.path", file.place.path), file.place.open() as content:
+        with file.open(f"{field}.path") as content:
             try:
                 table = pyarrow.parquet.ParquetFile(content)
                 _check_column(table.schema_arrow, key, file, field)
@@ -112,7 +112,7 @@ def _check_column(schema: "pyarrow.Schema", key: str, file: DataFile, field: str
 @contextmanager
 def _opened(file: DataFile, field: str) -> Iterator[BinaryIO]:
     """The content of a file, unpacked if its name says that it is packed."""
-    with readable(f"{field}.path", file.place.path), file.place.open() as raw:
+    with file.open(f"{field}.path") as raw:
         if not file.name.endswith(GZIP):
             yield raw
             return

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skein.config.data.sources import ArraysSource, DigitsSource, JsonlSource
+from skein.config.data.spec import NEWEST_RULES
 from skein.errors import UserError
 from skein.model.layers import LabelledShape
 from skein.storage.outside import call_moved
@@ -46,12 +47,18 @@ class LabelledSamples:
 
 
 def open_labelled(
-    source: DigitsSource | ArraysSource | JsonlSource, shape: LabelledShape, *, field: str, roots: Roots
+    source: DigitsSource | ArraysSource | JsonlSource,
+    shape: LabelledShape,
+    *,
+    field: str,
+    roots: Roots,
+    rules: int = NEWEST_RULES,
 ) -> LabelledSamples:
     """The samples of a source as a classifier takes them.
 
     Args:
         field: the source in the job file, such as `data.sources[0]`.
+        rules: version of the rules by which files become samples.
 
     Raises:
         UserError: they cannot be read here, are not finite, or do not fit the model.
@@ -64,7 +71,7 @@ def open_labelled(
         case ArraysSource():
             samples, labels = read_arrays(source, field=field, roots=roots)
         case JsonlSource():
-            samples, labels = _lines(source, shape, field=field, roots=roots)
+            samples, labels = _lines(source, shape, field=field, roots=roots, rules=rules)
     path = f"{field}.format" if isinstance(source, DigitsSource) else f"{field}.path"
     value = source.format if isinstance(source, DigitsSource) else source.path
     return _fitted(samples, labels, shape, path, value)
@@ -110,11 +117,12 @@ def _digest(*arrays: NDArray[np.float32] | NDArray[np.int64]) -> str:
 
 
 def _lines(
-    source: JsonlSource, shape: LabelledShape, *, field: str, roots: Roots
+    source: JsonlSource, shape: LabelledShape, *, field: str, roots: Roots, rules: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     key = source.label
     assert key is not None, "a classifier reads lines with labels"
-    files = open_files(source.path, ("**/*.jsonl", f"**/*.jsonl{GZIP}"), field=field, roots=roots)
+    patterns = ("**/*.jsonl", f"**/*.jsonl{GZIP}")
+    files = open_files(source.path, patterns, field=field, roots=roots, rules=rules)
     samples: list[NDArray[np.float32]] = []
     labels: list[int] = []
     for where, found in objects_of_json(files, field):

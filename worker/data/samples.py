@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from skein.errors import UnfitError
 from skein.storage.roots import Inside
-from worker.data.files import DataFile, readable
+from worker.data.files import BLOCK_BYTES, DataFile, FileStamp, readable
 
 NO_LABEL = -100
 """The label of a place that does not count in the loss; torch's own default."""
@@ -53,7 +53,8 @@ class FileReader:
     """Pieces of the files of one source, a few of which stay open.
 
     Reading, unlike mapping, survives a file that is cut short meanwhile, with an error instead of a signal, and holds
-    up nobody else while a file system takes its time.
+    up nobody else while a file system takes its time. A block is compared with its hash when it is read first, and
+    again after the file's size or times have changed.
 
     Args:
         field: of the source's path in the job file.
@@ -63,21 +64,56 @@ class FileReader:
         self._field = field
         self._lock = Lock()
         self._open: OrderedDict[Inside, BinaryIO] = OrderedDict()
+        self._compared: dict[Inside, _Compared] = {}
 
     def read(self, file: DataFile, offset: int, num_bytes: int) -> bytes:
-        """So many bytes of `file`.
+        """`num_bytes` of `file` from `offset`, as they were when the file was opened first.
 
         Raises:
-            UserError: it was moved or shortened since it was opened first.
+            UnfitError: the file was moved, shortened or rewritten since.
         """
         with self._lock, readable(self._field, file.place.path):
             opened = self._opened(file.place)
-            opened.seek(offset)
-            found = opened.read(num_bytes)
+            compared = self._compared_of(file, FileStamp.of(opened))
+            first, last = offset // BLOCK_BYTES, (offset + num_bytes - 1) // BLOCK_BYTES
+            if all(compared.blocks[index] for index in range(first, last + 1)):
+                return self._bytes(opened, file, offset, num_bytes)
+            start = first * BLOCK_BYTES
+            span = self._bytes(opened, file, start, min(file.size, (last + 1) * BLOCK_BYTES) - start)
+            for index in range(first, last + 1):
+                self._compare(file, index, span[index * BLOCK_BYTES - start :][:BLOCK_BYTES])
+                compared.blocks[index] = 1
+            return span[offset - start :][:num_bytes]
+
+    def _bytes(self, opened: BinaryIO, file: DataFile, offset: int, num_bytes: int) -> bytes:
+        opened.seek(offset)
+        found = opened.read(num_bytes)
         if len(found) < num_bytes:
-            hint = f"the file had {file.size} bytes when the job began and is shorter now: restore it"
-            raise UnfitError(self._field, str(file.place), hint)
+            raise self._changed(file, f"had {file.size} bytes when the job began and is shorter now")
         return found
+
+    def _compared_of(self, file: DataFile, stamp: FileStamp) -> "_Compared":
+        """Blocks of a file that were compared since its stamp changed last."""
+        if stamp.size != file.size:
+            raise self._changed(file, f"had {file.size} bytes when the job began and has {stamp.size} now")
+        found = self._compared.get(file.place)
+        if found is None or found.stamp != stamp:
+            found = _Compared(stamp=stamp, blocks=bytearray(-(-file.size // BLOCK_BYTES)))
+            self._compared[file.place] = found
+        return found
+
+    def _compare(self, file: DataFile, index: int, content: bytes) -> None:
+        if not file.has_block(index, content):
+            raise self._changed(
+                file, f"was rewritten since the job began, at byte {index * BLOCK_BYTES} or after"
+            )
+
+    def _changed(self, file: DataFile, how: str) -> UnfitError:
+        # A reader that goes on after this looks at the file that is there then.
+        if (opened := self._open.pop(file.place, None)) is not None:
+            opened.close()
+        self._compared.pop(file.place, None)
+        return UnfitError(self._field, str(file.place), f"the file {how}: restore it")
 
     def _opened(self, place: Inside) -> BinaryIO:
         found = self._open.pop(place, None)
@@ -87,6 +123,14 @@ class FileReader:
             found = place.open()
         self._open[place] = found
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compared:
+    """Blocks of a file, 1 where the content was compared while the file had `stamp`."""
+
+    stamp: FileStamp
+    blocks: bytearray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Text files, lines of JSON, rows of parquet and arrays of token ids as streams of tokens."""
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from skein.config.data.sources import JsonlSource, ParquetSource, TextSource, TokenSource
+from skein.config.data.spec import NEWEST_RULES
 from skein.errors import UnfitError, UserError
 from skein.storage.outside import call_moved
 from skein.storage.roots import Roots
@@ -21,7 +21,7 @@ from worker.data.documents import (
     rows_of_parquet,
     whole_files,
 )
-from worker.data.files import DataFile, digest_of_files, open_files, readable
+from worker.data.files import DataFile, FileDigest, FileStamp, digest_of_files, open_files, readable
 from worker.data.samples import FileTokens, Integers, SampleWindows, TokenStream
 from worker.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -40,6 +40,8 @@ class SourceOpening:
     cache: TokenCache
     tokenizer: Tokenizer | None
     """None where no source is text."""
+    rules: int = NEWEST_RULES
+    """Version of the rules by which files become samples."""
 
 
 def open_source(
@@ -57,7 +59,7 @@ def open_source(
     assert tokenizer is not None
     pattern = "**/*.jsonl" if isinstance(source, JsonlSource) else source.glob
     patterns = (pattern,) if isinstance(source, ParquetSource) else (pattern, f"{pattern}{GZIP}")
-    files = open_files(source.path, patterns, field=field, roots=opening.roots)
+    files = open_files(source.path, patterns, field=field, roots=opening.roots, rules=opening.rules)
     stream: TokenStream
     if isinstance(source, TextSource) and isinstance(tokenizer, ByteTokenizer) and not has_packed(files):
         stream = FileTokens.of(
@@ -116,15 +118,15 @@ def open_tokens(source: TokenSource, opening: SourceOpening, *, field: str) -> S
         except (FileNotFoundError, IsADirectoryError) as error:
             hint = "no such file on this worker: give one flat array of token ids"
             raise UnfitError(f"{field}.path", source.path, hint) from error
-    digest, size = hashlib.sha256(), 0
+    digest = FileDigest()
     with readable(f"{field}.path", source.path), content:
-        _check_size(os.fstat(content.fileno()).st_size, dtype, source, field)
+        stamp = FileStamp.of(content)
+        _check_size(stamp.size, dtype, source, field)
         while part := content.read(_SCAN_BYTES):
+            _check_ids(part, digest.size, dtype, opening.vocab_size, source, field)
             digest.update(part)
-            _check_ids(part, size, dtype, opening.vocab_size, source, field)
-            size += len(part)
             call_moved()
-    file = DataFile(place=place, name=Path(source.path).name, size=size, sha256=digest.hexdigest())
+    file = digest.file(place, Path(source.path).name, stamp)
     stream = FileTokens.of((file,), dtype, field=f"{field}.path")
     name = f"{source.dtype} {digest_of_files([file])}"
     return SampleWindows(stream=stream, sequence_tokens=opening.sequence_tokens, digest=name)

@@ -16,6 +16,14 @@ HELD_OUT_RATIO = 0.02
 """Share of the samples that validates where a job says nothing about it."""
 
 
+FIRST_RULES, NEWEST_RULES = 1, 2
+"""Versions of the rules by which files become samples.
+
+1: of plain and packed (`.gz`) files in a folder only the plain ones are read, where there are any.
+2: both are read, as one list sorted by name.
+"""
+
+
 class DataSpec(Spec):
     """Sources that samples come from, read by the workers that hold the first stage."""
 
@@ -30,6 +38,9 @@ class DataSpec(Spec):
     validation_ratio: Annotated[float, Field(ge=0, le=0.5)] | None = None
     """Share of `sources` that is held out to validate on; null: 0.02, or nothing if `validation` has sources."""
     coreset: CoresetSpec = CoresetSpec()
+    rules: Annotated[int, Field(ge=FIRST_RULES, le=NEWEST_RULES)] = NEWEST_RULES
+    """Version of the rules by which files become samples, recorded at submission so that an upgrade changes no job's
+    samples. Give an older one to read what an earlier job read."""
 
     @model_validator(mode="after")
     def _check(self) -> "DataSpec":

@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from skein.config.data.sources import JsonlSource, ParquetSource, SourceSpec, TextSource
-from skein.config.data.spec import DataSpec
+from skein.config.data.spec import FIRST_RULES, NEWEST_RULES, DataSpec
+from skein.config.job import BatchSpec, BudgetSpec, JobSpec, ParallelSpec, read_spec
 from skein.errors import UserError
 from skein.model.families.llama import LlamaModel, LlamaShape
 from worker.data import Dataset, open_dataset
@@ -63,11 +64,52 @@ def test_packed_text_and_lines_are_read_as_they_are_unpacked(tmp_path: Path) -> 
         assert tokens_of(opened(source)) == EXPECTED
 
 
-def test_packed_files_beside_others_are_left_unless_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("plain text")
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"packed"))
-    assert tokens_of(opened(TextSource(path=str(tmp_path)))) == b"plain text\0"
-    assert tokens_of(opened(TextSource(path=str(tmp_path), glob="**/*"))) == b"plain text\0packed\0"
+PLAIN_AND_PACKED = [("a.txt", "one"), ("b.txt.gz", "two"), ("in/c.txt", "three"), ("in/b.txt.gz", "four")]
+
+
+def folder_of(tmp_path: Path, files: list[tuple[str, str]]) -> str:
+    for name, text in files:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return str(tmp_path)
+
+
+def test_plain_and_packed_files_are_one_list_sorted_by_name(tmp_path: Path) -> None:
+    source = TextSource(path=folder_of(tmp_path, PLAIN_AND_PACKED))
+    assert tokens_of(opened(source)) == b"one\0two\0four\0three\0"
+
+
+def test_plain_and_packed_lines_are_one_list_sorted_by_name(tmp_path: Path) -> None:
+    lines = [(name.replace("txt", "jsonl"), json.dumps({"text": text})) for name, text in PLAIN_AND_PACKED]
+    source = JsonlSource(format="jsonl", path=folder_of(tmp_path, lines))
+    assert tokens_of(opened(source)) == b"one\0two\0four\0three\0"
+
+
+def test_a_job_from_before_the_rules_had_a_version_goes_on_reading_plain_files_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = DataSpec(sources=(TextSource(path=folder_of(tmp_path, PLAIN_AND_PACKED)),), sequence_tokens=4)
+    budget, batch = BudgetSpec(steps=2), BatchSpec(samples=2, microbatch_samples=1)
+    parallel = ParallelSpec(stages=1, replicas=1)
+    job = JobSpec(name="a", model=MODEL, data=data, budget=budget, batch=batch, parallel=parallel)
+    recorded = json.loads(job.canonical_json())
+    assert recorded["data"].pop("rules") == NEWEST_RULES
+    old = read_spec(json.dumps(recorded))
+    assert old.data.rules == FIRST_RULES
+    # What a worker is told names the rules, and stays as it is in later records.
+    assert read_spec(old.canonical_json()) == old
+    assert read_spec(job.canonical_json()) == job
+    assert tokens_of(open_dataset(old.data, old.model, seed=0)) == b"one\0three\0"
+    assert "2 files are read, 2 are left out: b.txt.gz, in/b.txt.gz" in caplog.text
+
+
+def test_files_that_no_pattern_matches_are_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [*PLAIN_AND_PACKED, *((f"in/{number}.md", "other") for number in range(5))]
+    opened(TextSource(path=folder_of(tmp_path, files)))
+    assert "4 files are read, 5 are left out: in/0.md, in/1.md, in/2.md, ..." in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"no gzip at all", gzip.compress(b"text" * 100, mtime=0)[:-12]])
