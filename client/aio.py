@@ -77,6 +77,16 @@ class Exported:
     """Trial of a sweep that it is."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPage:
+    """Some jobs, oldest first, without specifications; `before` asks for the page before, "" where there is none."""
+
+    jobs: tuple[JobStatus, ...]
+    before: str
+    num_jobs: int
+    """All jobs that the caller may see."""
+
+
 class AsyncClient:
     """A coordinator. Connects at the first call; use it as a context manager, or `close` it.
 
@@ -164,10 +174,30 @@ class AsyncClient:
         """The job of that id; nobody is asked whether it exists."""
         return AsyncJob(self._connection, JobId(job), is_new=False)
 
-    async def jobs(self) -> tuple[JobStatus, ...]:
-        """All jobs, oldest first."""
-        reply = await self._connection.call(lambda at: at.jobs.List, jobs_pb2.ListJobsRequest())
-        return tuple(codec.JOB_STATUS.decode(job) for job in reply.jobs)
+    async def jobs(self, *, is_going: bool = False) -> tuple[JobStatus, ...]:
+        """All jobs, or those that have not ended, oldest first; their specifications are not among what is told."""
+        page = await self.job_page(is_going=is_going)
+        pages = [page.jobs]
+        while page.before:
+            page = await self.job_page(before=page.before, is_going=is_going)
+            pages.append(page.jobs)
+        return tuple(job for jobs in reversed(pages) for job in jobs)
+
+    async def job_page(
+        self, *, limit: int = 0, before: str = "", has_ended: bool = False, is_going: bool = False
+    ) -> JobPage:
+        """A page of the list of jobs: the newest, oldest first, without their specifications.
+
+        Args:
+            limit: of the page's jobs; 0: as many as the coordinator sends at once.
+            before: job before which the page ends, as the page after it says.
+            has_ended: only jobs that have ended.
+            is_going: only jobs that have not.
+        """
+        request = jobs_pb2.ListJobsRequest(limit=limit, before=before, has_ended=has_ended, is_going=is_going)
+        reply = await self._connection.call(lambda at: at.jobs.List, request)
+        jobs = tuple(codec.JOB_STATUS.decode(job) for job in reply.jobs)
+        return JobPage(jobs=jobs, before=reply.before, num_jobs=reply.num_jobs)
 
     async def workers(self) -> tuple[WorkerStatus, ...]:
         """All workers by id, those lost lately included."""

@@ -107,6 +107,7 @@ class Client(_Blocking[AsyncClient]):
     version = _blocks(AsyncClient.version)
     weigh = _blocks(AsyncClient.weigh)
     jobs = _blocks(AsyncClient.jobs)
+    job_page = _blocks(AsyncClient.job_page)
     workers = _blocks(AsyncClient.workers)
     num_known_workers = _blocks(AsyncClient.num_known_workers)
     links = _blocks(AsyncClient.links)

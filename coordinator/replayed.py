@@ -254,7 +254,9 @@ class ReplayedLog:
         body = JobBody(history=job, fold=self.journal.rates(job.job))
         line = b""
         if card is not None and card.sweep is None:
-            line = codec.JOB_STATUS.to_bytes(brief_status(self.machine.view, self.journal, job.job))
+            status = brief_status(self.machine.view, self.journal, job.job)
+            # What its namespace has of its quotas is another matter when the row is read.
+            line = codec.JOB_STATUS.to_bytes(replace(status, quotas=()))
         return SnapshotJob(
             job=job.job,
             entry=entry,

@@ -41,7 +41,7 @@ def top(*, once: bool, is_json: bool) -> int:
 
 def _tell(client: Client, console: Console, *, once: bool, is_json: bool) -> None:
     while True:
-        jobs, workers = client.jobs(), client.workers()
+        jobs, workers = _jobs(client), client.workers()
         if is_json:
             print_json({"jobs": jobs, "workers": workers})
         else:
@@ -54,8 +54,16 @@ def _tell(client: Client, console: Console, *, once: bool, is_json: bool) -> Non
 def _show(client: Client, console: Console) -> None:
     with Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop") as live:
         while True:
-            live.update(overview(client.jobs(), client.workers()), refresh=True)
+            live.update(overview(_jobs(client), client.workers()), refresh=True)
             wait_for_look(REFRESH_S)
+
+
+def _jobs(client: Client) -> Sequence[JobStatus]:
+    """Jobs that have not ended, and the newest others."""
+    going = client.jobs(is_going=True)
+    # Asked for afterwards: a job that ends between the two calls is in both, and not in neither.
+    ended = client.job_page(limit=NUM_ENDED, has_ended=True).jobs
+    return list({job.job: job for job in (*going, *ended)}.values())
 
 
 def overview(jobs: Sequence[JobStatus], workers: Sequence[WorkerStatus]) -> Group:

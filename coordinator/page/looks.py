@@ -6,17 +6,18 @@ What is given is to be made JSON of by `plain`, on a thread: that of a thousand 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import skein
 from coordinator.driver import Driver
 from coordinator.page.bars import bars_of
 from coordinator.service.tenants import jobs_of, worker_for
+from coordinator.telling.listing import shelved_lines
 from coordinator.telling.metrics import CoordinatorMetrics
 from coordinator.telling.status import Roster, brief_status, expert_tokens, job_status
 from skein.plan.changing.shards import shard_stages
 from skein.plan.ops import OpKind
 from skein.types import JobId
+from skein.wire import codec
 from skein.wire.identity.names import Caller
 from skein.wire.shown.points import Course, Point, fewer_points
 from skein.wire.views import JobStatus, Key
@@ -61,7 +62,7 @@ class Looks:
             "release": skein.__version__,
             "epoch": view.history.epoch,
             "num_jobs": len(known),
-            "jobs": [self._brief(job) for job in known if job in shown],
+            "jobs": self._briefs([job for job in known if job in shown]),
             "workers": [worker_for(x, view.history, reader) for x in self._roster.workers(now=now)],
             "num_links": len(view.links),
             "links": [view.links[pair] for pair in sorted(view.links)[:MAX_LINKS]],
@@ -124,9 +125,16 @@ class Looks:
         view, journal = self._driver.machine.view, self._driver.journal
         return job_status(view, journal, JobId(job), self._metrics.reported)
 
-    def _brief(self, job: JobId) -> JobStatus:
+    def _briefs(self, jobs: Sequence[JobId]) -> Sequence[JobStatus]:
         view, journal = self._driver.machine.view, self._driver.journal
-        return replace(brief_status(view, journal, job, self._metrics.reported), spec="null")
+        lines = shelved_lines(view, journal, jobs)
+        found = (
+            codec.JOB_STATUS.from_bytes(lines[job])
+            if job in lines
+            else brief_status(view, journal, job, self._metrics.reported)
+            for job in jobs
+        )
+        return list(found)
 
     def _aggregation(self) -> Sequence[Shown]:
         """Bytes that each worker has sent for aggregation since it began, by rule and receiver."""

@@ -77,6 +77,10 @@ class EventShelf(Protocol):
         """Whether it has this job."""
         ...
 
+    def lines(self, jobs: Sequence[JobId]) -> Mapping[JobId, bytes]:
+        """Rows of lists of those of the jobs that it has."""
+        ...
+
 
 NUM_KEPT = 4096
 """Recorded happenings of a job kept in memory; older ones are read from the run log again."""
@@ -300,6 +304,10 @@ class Journal:
     def rates(self, job: JobId) -> Fold:
         """Seconds per step and tokens per second of a job's newest steps."""
         return self._of(job).fold
+
+    def lines(self, jobs: Sequence[JobId]) -> Mapping[JobId, bytes]:
+        """Rows of lists, encoded, of those of the jobs that are on the shelf."""
+        return {} if self._shelf is None else self._shelf.lines(jobs)
 
     async def watch(
         self, job: JobId, *, since: int, since_line: int = 0, is_following: bool = True

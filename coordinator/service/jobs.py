@@ -12,7 +12,8 @@ from coordinator.driver import Driver
 from coordinator.page.board import Board
 from coordinator.service.calls import BusyError, NotFoundError
 from coordinator.service.tenants import job_of, jobs_of, namespace_of, worker_for
-from coordinator.telling.status import Roster, brief_status, job_status
+from coordinator.telling.listing import AskedPage, job_page
+from coordinator.telling.status import Roster, job_status
 from skein.config.job import JobSpec
 from skein.errors import UserError
 from skein.plan.admission import check_admissible, settled_job
@@ -89,13 +90,16 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         return codec.SUBMIT_REPLY.encode(SubmitReply(job=job, is_new=is_new))
 
     async def List(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsReply:
-        view, journal = self._machine.view, self._driver.journal
-        seen = jobs_of(view.history, caller_of(context))
-        found = [brief_status(view, journal, job.job) for job in seen]
-        trouble = await self._driver.settled()
-        return jobs_pb2.ListJobsReply(
-            jobs=[codec.JOB_STATUS.encode(_with(status, trouble)) for status in found]
+        check_request(request)
+        view = self._machine.view
+        asked = AskedPage(
+            limit=request.limit, before=request.before, has_ended=request.has_ended, is_going=request.is_going
         )
+        page = job_page(view, self._driver.journal, jobs_of(view.history, caller_of(context)), asked)
+        trouble = await self._driver.settled()
+        for status in page.jobs if trouble else ():
+            status.reason = f"{status.reason}; {trouble}" if status.reason else trouble
+        return page
 
     async def Get(self, request: jobs_pb2.GetJobRequest, context: Context) -> jobs_pb2.JobStatus:
         status = self._status(self._known(request.job, context))

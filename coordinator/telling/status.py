@@ -8,7 +8,7 @@ from statistics import fmean
 from coordinator.records.journal import Journal
 from coordinator.telling.choices import choice_status
 from coordinator.telling.trials import brief_sweep_status, sweep_status
-from skein.config.job import JobSpec
+from skein.config.job import ArrayJob, JobSpec
 from skein.config.mesh.tensor import MOST_DEVICES
 from skein.plan.changing.leeway import settled
 from skein.plan.changing.redundancy import Shortfall, shortfalls
@@ -22,8 +22,10 @@ from skein.protocol.coordinator.view import CoordinatorView, RunView
 from skein.protocol.membership.membership import Entry
 from skein.topology.fleet import Fleet, Link
 from skein.types import Generation, JobId, StageIndex, WorkerId
-from skein.wire.views import ChunkTimes, JobStatus, TransferTimes, WorkerState, WorkerStatus
+from skein.wire.views import ChunkTimes, JobKind, JobStatus, TransferTimes, WorkerState, WorkerStatus
 
+MOST_CHARACTERS = 500
+"""Limit on a job's reason, and on its plan's, in a list; `Get` has all of them."""
 NUM_LOST = 64
 """So many lost workers are remembered."""
 
@@ -92,7 +94,15 @@ def _own_status(view: CoordinatorView, journal: Journal, job: JobId, reported: R
         quotas=view.quotas.of(history.namespace),
         quarantined=tuple(sorted(history.quarantined)),
         choice=choice_status(history),
+        priority=history.spec.priority,
+        kind=_kind(history.spec),
     )
+
+
+def _kind(spec: JobSpec) -> JobKind:
+    if spec.sweep is not None:
+        return JobKind.SWEEP
+    return JobKind.ARRAY if isinstance(spec, ArrayJob) else JobKind.TRAINING
 
 
 def _spread(view: CoordinatorView, job: JobId, plan: Plan) -> float:
@@ -122,12 +132,22 @@ def _shortfalls(view: CoordinatorView, run: RunView, spec: JobSpec) -> tuple[Sho
 def brief_status(
     view: CoordinatorView, journal: Journal, job: JobId, reported: Reported = nothing_reported
 ) -> JobStatus:
-    """A job in a list: without a line for each chunk, link, stage and trial."""
+    """A job in a list: without its specification, and without a line for each chunk, link, stage and trial."""
     status, history = _own_status(view, journal, job, reported), view.history
     if history.jobs[job].spec.sweep is not None:
         totals = journal.totals.of(history.jobs[job], history)
         status = brief_sweep_status(view, journal, status, totals)
-    return replace(status, chunk_times=(), transfer_times=(), shortfalls=(), uses=())
+    return replace(
+        status,
+        spec="",
+        plan=status.plan[:MOST_CHARACTERS],
+        reason=status.reason[:MOST_CHARACTERS],
+        chunk_times=(),
+        transfer_times=(),
+        shortfalls=(),
+        uses=(),
+        choice=None,
+    )
 
 
 def with_told(uses: Iterable[WorkerUse], reported: Reported) -> tuple[WorkerUse, ...]:

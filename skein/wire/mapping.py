@@ -46,7 +46,7 @@ READ_TEXT: dict[object, Callable[[str], object]] = {GroupId: parse_group, Clause
 """Types that travel as their `str`, and the functions that read that."""
 
 _KINDS = {
-    int: {FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64},
+    int: {FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64, FieldDescriptor.CPPTYPE_INT32},
     float: {FieldDescriptor.CPPTYPE_DOUBLE},
     str: {FieldDescriptor.CPPTYPE_STRING},
     bytes: {FieldDescriptor.CPPTYPE_STRING},

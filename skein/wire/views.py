@@ -176,6 +176,14 @@ class TrialStatus:
     """Its state in its array's checkpoint, or in that of the array before until there is one; None: it has none."""
 
 
+class JobKind(StrEnum):
+    """Kind of a job: it trains one model, or many trials, or is an array of those inside a sweep."""
+
+    TRAINING = "training"
+    SWEEP = "sweep"
+    ARRAY = "array"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
     """A job now. `step` of `total_steps` are committed; losses are nats per token; rates are of the last steps."""
@@ -198,7 +206,7 @@ class JobStatus:
     """Version of the newest complete checkpoint."""
     submitted_wall_s: float
     spec: str
-    """Canonical JSON of the `JobSpec`."""
+    """Canonical JSON of the `JobSpec`; "" in a list of jobs."""
     plan: str
     """Reason for this plan and not another, in one line; "" before there is one."""
     predicted_step_s: float
@@ -242,6 +250,8 @@ class JobStatus:
     """Trials of a sweep, by number; empty in a list of jobs."""
     choice: ChoiceStatus | None = None
     """Newest choice of rows along the run; None: there is none."""
+    priority: int = 0
+    kind: JobKind = JobKind.TRAINING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -181,6 +181,8 @@ class Script:
     protocol_version: int = skein.PROTOCOL_VERSION
     error: SkeinError | None = None
     """What every call but Version is refused with."""
+    page_jobs: int = 500
+    """Jobs of a page of the list."""
     unavailable: int = 0
     """So many calls to Submit break after they were carried out."""
     break_after: list[int] = field(default_factory=list)
@@ -260,8 +262,16 @@ class _Jobs(jobs_pb2_grpc.JobsServicer):
 
     async def List(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsReply:
         await self._checked(context)
+        known = list(self._script.jobs.values())
+        if request.has_ended != request.is_going:
+            known = [job for job in known if job.state.is_final == request.has_ended]
+        if request.before:
+            known = known[: [job.job for job in known].index(JobId(request.before))]
+        page = known[-(request.limit or self._script.page_jobs) :]
         return jobs_pb2.ListJobsReply(
-            jobs=[codec.JOB_STATUS.encode(job) for job in self._script.jobs.values()]
+            jobs=[codec.JOB_STATUS.encode(job) for job in page],
+            before=page[0].job if len(page) < len(known) else "",
+            num_jobs=len(self._script.jobs),
         )
 
     async def Get(self, request: jobs_pb2.GetJobRequest, context: Context) -> jobs_pb2.JobStatus:

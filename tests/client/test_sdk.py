@@ -42,6 +42,19 @@ def free_address() -> str:
 # --- calls ---
 
 
+def test_all_jobs_come_in_pages(coordinator: Scripted) -> None:
+    coordinator.script.page_jobs = 2
+    known = [
+        replace(status(f"job-{n}"), state=JobState.RUNNING if n % 3 else JobState.FINISHED) for n in range(7)
+    ]
+    coordinator.script.jobs = {job.job: job for job in known}
+    with client_of(coordinator) as client:
+        assert client.jobs() == tuple(known)
+        assert [job.job for job in client.jobs(is_going=True)] == ["job-1", "job-2", "job-4", "job-5"]
+        page = client.job_page(limit=1, has_ended=True)
+        assert ([job.job for job in page.jobs], page.before, page.num_jobs) == (["job-6"], "job-6", 7)
+
+
 def test_everything_that_can_be_asked_is_answered(coordinator: Scripted) -> None:
     with client_of(coordinator) as client:
         assert client.target == coordinator.target

@@ -175,7 +175,9 @@ def test_absent_optional_differs_from_zero() -> None:
 
 
 def _status() -> jobs_pb2.JobStatus:
-    return jobs_pb2.JobStatus(job="j1", name="small", state=ids_pb2.JOB_STATE_RUNNING)
+    return jobs_pb2.JobStatus(
+        job="j1", name="small", state=ids_pb2.JOB_STATE_RUNNING, kind=jobs_pb2.JOB_KIND_TRAINING
+    )
 
 
 def test_status_of_a_job_without_steps_has_no_loss() -> None:

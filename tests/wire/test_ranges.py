@@ -20,7 +20,12 @@ from tests.support.extent import examples
 from tests.wire.values import members, values
 
 FILES = (checkpoint_pb2, control_pb2, identity_pb2, ids_pb2, jobs_pb2, log_pb2, peer_pb2)
-NUMERIC = {FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64}
+NUMERIC = {
+    FieldDescriptor.CPPTYPE_DOUBLE,
+    FieldDescriptor.CPPTYPE_INT32,
+    FieldDescriptor.CPPTYPE_UINT32,
+    FieldDescriptor.CPPTYPE_UINT64,
+}
 OURS = {"RECORD"}
 """What this process alone has written."""
 

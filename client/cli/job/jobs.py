@@ -37,7 +37,11 @@ from client.planning.estimates import estimate_of_job
 from skein.config.job import JobSpec
 from skein.errors import SkeinError, UserError
 from skein.types import JobState
+from skein.units import counted
 from skein.wire.views import JobEvent
+
+MOST_ENDED = 100
+"""Ended jobs in a list, unless all are asked for."""
 
 
 class JobFailed(SkeinError):
@@ -166,11 +170,21 @@ def wait_for_sweep(job: Job) -> int:
 
 
 @remote_command
-def jobs(*, is_json: bool) -> None:
-    """List all jobs, oldest first."""
+@click.option("--all", "has_all", is_flag=True, help="List every job that has ended, too.")
+def jobs(*, has_all: bool, is_json: bool) -> None:
+    """List jobs, oldest first: all that have not ended, and the newest 100 others."""
     with connect_client() as client:
-        found = client.jobs()
+        if has_all:
+            found, num_more = client.jobs(), 0
+        else:
+            going, ended = client.jobs(is_going=True), client.job_page(limit=MOST_ENDED, has_ended=True)
+            # A job that ends between the two calls is in both.
+            known = {status.job: status for status in (*going, *ended.jobs)}
+            found = tuple(sorted(known.values(), key=lambda status: status.submitted_wall_s))
+            num_more = ended.num_jobs - len(found)
     print_listed(found, JOB_COLUMNS, job_row, nothing="no jobs yet: skein submit FILE", is_json=is_json)
+    if num_more > 0:
+        click.echo(f"{counted(num_more, 'older job')} not shown: skein jobs --all", err=True)
 
 
 @remote_command

@@ -1,6 +1,5 @@
 """`skein queue`: jobs that have not ended, in the order of their turn, and what those wait for that have no workers."""
 
-import json
 import time
 
 import click
@@ -16,16 +15,13 @@ QUEUE_COLUMNS = ("JOB", "PRIORITY", "STATE", "WORKERS", "WAITING", "WHY")
 def queue(*, is_json: bool) -> None:
     """List jobs that have not ended: higher priorities first, then older ones."""
     with connect_client() as client:
-        found = [status for status in client.jobs() if not status.state.is_final]
-    found.sort(key=lambda status: (-_priority(status), status.submitted_wall_s))
+        found = sorted(
+            client.jobs(is_going=True), key=lambda status: (-status.priority, status.submitted_wall_s)
+        )
     print_listed(found, QUEUE_COLUMNS, queue_row, nothing="no job waits or works", is_json=is_json)
     if not is_json:
         for line in sorted({quotas_text(status) for status in found if status.quotas}):
             click.echo(f"quotas of {line}")
-
-
-def _priority(status: JobStatus) -> int:
-    return int(json.loads(status.spec).get("priority", 0))
 
 
 def queue_row(status: JobStatus) -> tuple[str, ...]:
@@ -33,7 +29,7 @@ def queue_row(status: JobStatus) -> tuple[str, ...]:
     since = status.waiting_since_wall_s
     return (
         status.job,
-        str(_priority(status)),
+        str(status.priority),
         status.state,
         str(status.num_workers),
         "-" if since is None else duration(max(0.0, time.time() - since)),

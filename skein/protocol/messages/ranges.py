@@ -51,6 +51,7 @@ class Range:
 COUNT = Range(least=0, most=MAX_INTEGER, hint=f"a whole number of at most {MAX_INTEGER}")
 INDEX = Range(least=0, most=2**16 - 1, hint="a whole number below 65536")
 MICROBATCH = Range(least=0, most=2**24 - 1, hint="a microbatch's number, below 16777216")
+PRIORITY = Range(least=-1000, most=1000, hint="a whole number from -1000 to 1000")
 WORD = Range(least=0, most=2**32 - 1, hint="a whole number of 32 bits")
 BYTES = Range(least=0, most=2**60, hint="a number of bytes up to 2^60")
 SECONDS = Range(least=0.0, most=1e9, hint="seconds, from 0 to 1e9")
@@ -75,7 +76,7 @@ _FIELDS = {
         "samples_after num_late_samples progress sequence since until since_line line entry tensor seed num_tokens "
         "tokens num_train_samples num_validation_samples num_incidents num_files num_steps_lost num_steps "
         "num_choices Balance.num_dropped num_updates num_rewinds num_local_steps num_rows num_set_aside num_by_chance "
-        "num_steps_beside passes next_version num_steps_wanted num_collectives num_fits"
+        "num_steps_beside passes next_version num_steps_wanted num_collectives num_fits num_jobs"
     ),
     WORD: (
         "protocol_version num_rerouted num_retried num_samples_repeated num_dropped num_tensors "
@@ -83,6 +84,7 @@ _FIELDS = {
         "CandidatesPicked.groups num_picks trial trials row num_devices num_known"
     ),
     INDEX: "stage stages index first stop hop split shard num_shards fragment walker walkers leader parents members",
+    PRIORITY: "priority",
     MICROBATCH: (
         "microbatch microbatches num_microbatches ledger forwards pending outputs gradients slots num_paths "
         "num_evaluation_paths evaluation_paths planned_peaks held_peaks"

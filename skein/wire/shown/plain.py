@@ -13,8 +13,8 @@ _CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 def plain(value: object) -> object:
-    """`value` in what JSON has: dataclasses become objects with their fields, a job's specification included as one;
-    what is not finite becomes null.
+    """`value` in what JSON has: dataclasses become objects with their fields, a job's specification included as one
+    (null in a list, which has none); what is not finite becomes null.
 
     >>> plain({"a": (1, math.nan)})
     {'a': [1, None]}
@@ -25,7 +25,7 @@ def plain(value: object) -> object:
         case float() if not math.isfinite(value):
             return None
         case JobStatus():
-            return _fields(value) | {"spec": json.loads(value.spec)}
+            return _fields(value) | {"spec": json.loads(value.spec or "null")}
         case JobEvent():
             # Its kind goes before the kind's own fields.
             word = _CAPITAL.sub("_", type(value.body).__name__).lower()

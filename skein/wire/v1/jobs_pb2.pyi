@@ -54,6 +54,34 @@ WORKER_STATE_LOST: WorkerState.ValueType  # 4
 """Its lease ran out or its stream broke and it has not come back."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
+class _JobKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _JobKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    JOB_KIND_UNSPECIFIED: _JobKind.ValueType  # 0
+    """Of an older coordinator."""
+    JOB_KIND_TRAINING: _JobKind.ValueType  # 1
+    """One model."""
+    JOB_KIND_SWEEP: _JobKind.ValueType  # 2
+    """Many trials."""
+    JOB_KIND_ARRAY: _JobKind.ValueType  # 3
+    """Trials of a sweep, side by side."""
+
+class JobKind(_JobKind, metaclass=_JobKindEnumTypeWrapper):
+    """What a job trains."""
+
+JOB_KIND_UNSPECIFIED: JobKind.ValueType  # 0
+"""Of an older coordinator."""
+JOB_KIND_TRAINING: JobKind.ValueType  # 1
+"""One model."""
+JOB_KIND_SWEEP: JobKind.ValueType  # 2
+"""Many trials."""
+JOB_KIND_ARRAY: JobKind.ValueType  # 3
+"""Trials of a sweep, side by side."""
+Global___JobKind: _TypeAlias = JobKind  # noqa: Y015
+
 @_typing.final
 class SubmitRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -116,14 +144,33 @@ Global___SubmitReply: _TypeAlias = SubmitReply  # noqa: Y015
 
 @_typing.final
 class ListJobsRequest(_message.Message):
+    """A page of jobs: the newest, or those before one that is known."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    LIMIT_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    HAS_ENDED_FIELD_NUMBER: _builtins.int
+    IS_GOING_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """Most jobs of the page; 0: as many as the coordinator sends at once."""
+    before: _builtins.str
+    """Job before which the page ends; empty: it ends with the newest."""
+    has_ended: _builtins.bool
+    """Only jobs that have ended."""
+    is_going: _builtins.bool
+    """Only jobs that have not ended."""
     def __init__(
         self,
+        *,
+        limit: _builtins.int = ...,
+        before: _builtins.str = ...,
+        has_ended: _builtins.bool = ...,
+        is_going: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "has_ended", b"has_ended", "is_going", b"is_going", "limit", b"limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -134,18 +181,26 @@ class ListJobsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOBS_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    NUM_JOBS_FIELD_NUMBER: _builtins.int
+    before: _builtins.str
+    """Job before which the next page ends; empty: there are none before."""
+    num_jobs: _builtins.int
+    """All jobs that the caller may see."""
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobStatus]:
-        """Oldest first."""
+        """Oldest first; without specifications and plans."""
 
     def __init__(
         self,
         *,
         jobs: _abc.Iterable[Global___JobStatus] | None = ...,
+        before: _builtins.str = ...,
+        num_jobs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "jobs", b"jobs", "num_jobs", b"num_jobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -594,6 +649,8 @@ class JobStatus(_message.Message):
     DROP_RATIO_FIELD_NUMBER: _builtins.int
     BUSIEST_EXPERT_FIELD_NUMBER: _builtins.int
     IDLEST_EXPERT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     TRIALS_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
@@ -613,7 +670,7 @@ class JobStatus(_message.Message):
     checkpoint_version: _builtins.int
     submitted_wall_s: _builtins.float
     spec: _builtins.str
-    """Canonical JSON."""
+    """Canonical JSON; empty in a list of jobs."""
     plan: _builtins.str
     predicted_step_s: _builtins.float
     lower_bound_s: _builtins.float
@@ -639,6 +696,9 @@ class JobStatus(_message.Message):
     busiest_expert: _builtins.float
     """Choices over an even share, of the newest step; absent: nothing is told."""
     idlest_expert: _builtins.float
+    priority: _builtins.int
+    """As the job asks for."""
+    kind: Global___JobKind.ValueType
     @_builtins.property
     def chunk_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkTimes]:
         """Not in a list of jobs."""
@@ -711,12 +771,14 @@ class JobStatus(_message.Message):
         drop_ratio: _builtins.float | None = ...,
         busiest_expert: _builtins.float | None = ...,
         idlest_expert: _builtins.float | None = ...,
+        priority: _builtins.int = ...,
+        kind: Global___JobKind.ValueType = ...,
         trials: _abc.Iterable[Global___TrialStatus] | None = ...,
         choice: Global___ChoiceStatus | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_busiest_expert", b"_busiest_expert", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_idlest_expert", b"_idlest_expert", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "busiest_expert", b"busiest_expert", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "idlest_expert", b"idlest_expert", "loss", b"loss", "measured_step_s", b"measured_step_s", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_busiest_expert", b"_busiest_expert", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_idlest_expert", b"_idlest_expert", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "busiest_expert", b"busiest_expert", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "chunk_times", b"chunk_times", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "idlest_expert", b"idlest_expert", "job", b"job", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "trials", b"trials", "uses", b"uses", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_busiest_expert", b"_busiest_expert", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_idlest_expert", b"_idlest_expert", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "busiest_expert", b"busiest_expert", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "chunk_times", b"chunk_times", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "idlest_expert", b"idlest_expert", "job", b"job", "kind", b"kind", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "priority", b"priority", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "trials", b"trials", "uses", b"uses", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__balance_loss: _TypeAlias = _typing.Literal["balance_loss"]  # noqa: Y015
     _WhichOneofArgType__balance_loss: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss"]  # noqa: Y015

@@ -188,7 +188,7 @@ def test_the_queue_tells_whose_turn_it_is_and_what_the_others_wait_for(
         state=JobState.PENDING,
         num_workers=0,
         waiting_since_wall_s=time.time() - 65.0,
-        spec=at_work.spec.replace('"priority":0', '"priority":3'),
+        priority=3,
         reason="waiting for first-job-1",
     )
     over = replace(at_work, job=JobId("over-3"), state=JobState.FINISHED)
