@@ -51,6 +51,10 @@ class DamagedError(SkeinError):
     """A checkpoint's file is not there, or not what was written."""
 
 
+class MissingError(DamagedError):
+    """A checkpoint's file is not there."""
+
+
 class MistoldError(DamagedError):
     """A checkpoint's file is what was written, but that is not what its writer told, or nothing was told."""
 
@@ -189,11 +193,19 @@ class CheckpointStore:
         """Read all of a checkpoint; returns if it is what was written.
 
         Raises:
-            DamagedError: it is not, or not there.
-            UserError: the place cannot be read.
+            DamagedError: it is not, or not there while others are.
+            UserError: the place cannot be read, or has no file of any checkpoint, as where it is not mounted.
         """
         with _explained(checkpoint.url):
-            _verify(self._folder(checkpoint.job, checkpoint.url), checkpoint)
+            files = self._folder(checkpoint.job, checkpoint.url)
+            try:
+                _verify(files, checkpoint)
+            except MissingError as error:
+                if _has_any(files):
+                    raise
+                place = self._directory if checkpoint.url is None else checkpoint.url
+                hint = "no file of any checkpoint of this job is there: is the place mounted?"
+                raise UserError(FIELD, str(place), hint) from error
 
     def prune(self, job: JobId, url: str | None, keep: Sequence[Step], drop: Sequence[Step] = ()) -> None:
         """Delete `drop`, and what is older than the newest of `keep` and not in it. What is newer may be in the making.
@@ -249,6 +261,11 @@ class CheckpointStore:
         return self.places.open(url, name)
 
 
+def _has_any(files: Folder) -> bool:
+    """Whether a job's place has a file of a checkpoint."""
+    return any(_VERSION.fullmatch(name) and files.list(name) for name in files.list(""))
+
+
 def _verify(files: Folder, checkpoint: CheckpointCommitted) -> None:
     """Sizes first, for what is missing is found at once.
 
@@ -264,8 +281,9 @@ def _verify(files: Folder, checkpoint: CheckpointCommitted) -> None:
         path = f"{folder}/{_checked(_NAME, file.name)}"
         size = files.size(path)
         if size != file.num_bytes:
-            found = "is not there" if size is None else f"has {size} bytes instead of {file.num_bytes}"
-            raise DamagedError(f"{path} {found}")
+            if size is None:
+                raise MissingError(f"{path} is not there")
+            raise DamagedError(f"{path} has {size} bytes instead of {file.num_bytes}")
         call_moved()
     for file in listed:
         digest = hashlib.sha256()

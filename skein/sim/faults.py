@@ -345,6 +345,15 @@ def _damage(world: World, fault: Fault) -> None:
         _kill_all(world, sorted(world.workers), fault)
 
 
+def _hidden(world: World, fault: Fault) -> None:
+    """Checkpoints are not there for a while, all or the newest alone; at odd numbers all workers die with that."""
+    newest_only = fault.number // 2 % 2 == 1
+    # The newest is waited for while others are there; all of them without end.
+    world.hide_checkpoints(2 * fault.seconds if newest_only else 4 * fault.seconds, newest_only=newest_only)
+    if fault.number % 2:
+        _kill_all(world, sorted(world.workers), fault)
+
+
 def _store_hangs(world: World, fault: Fault) -> None:
     """Leave reads and writes of checkpoints without an answer."""
     world.store.hang(4 * fault.seconds)
@@ -415,6 +424,7 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "delay": _delay,
     "storm": _storm,
     "damage": _damage,
+    "hidden": _hidden,
     "store_full": lambda world, fault: world.store.fill(4 * fault.seconds),
     "store_hangs": _store_hangs,
     "no_data": _no_data,
@@ -444,6 +454,7 @@ DEADLY = frozenset(
         "neighbours",
         "join",
         "damage",
+        "hidden",
         "no_data",
         "both",
     ]

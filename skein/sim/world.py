@@ -108,7 +108,9 @@ class World(SimService):
 
     def _hold(self, record: Record) -> None:
         if isinstance(record, RolledBack | JobHeld):
-            self.invariants.gives_up(record, self._streams.within_reach())
+            self.invariants.gives_up(
+                record, self._streams.within_reach(), keeps_checkpoints=not self.store.is_spoilt
+            )
         super()._hold(record)
 
     def _coordinator_is_up(self) -> None:
@@ -495,6 +497,16 @@ class World(SimService):
         for newest in [job.newest_checkpoint for job in jobs]:
             if newest is not None and newest in self.log:
                 self.store.damage(newest, number, seconds=seconds)
+
+    def hide_checkpoints(self, seconds: float, *, newest_only: bool) -> None:
+        """Have no checkpoint's files be there for so long, or the newest one's alone."""
+        if not newest_only:
+            self.store.unmount(seconds)
+            return
+        jobs = () if self.coordinator is None else self.coordinator.history.jobs.values()
+        for newest in [job.newest_checkpoint for job in jobs]:
+            if newest is not None and newest in self.log:
+                self.store.hide(newest, seconds=seconds)
 
     def lose_data(self, name: WorkerId, seconds: float) -> None:
         """Let a worker not see its data for so long."""

@@ -141,7 +141,22 @@ def test_what_is_damaged_after_writing_is_found_and_named(url: str, damage: str)
             files.rm_file(f"{folder}/{NAME}")
         case _:
             files.rm(folder, recursive=True)
+            write(url, 9)
     with pytest.raises(DamagedError, match=NAME):
+        store.verify(whole)
+
+
+def test_a_place_without_any_checkpoint_is_not_damaged_but_may_not_be_mounted(url: str) -> None:
+    store = CheckpointStore(Path("unused"), places=PLACES)
+    write(url, 10)
+    whole = checkpointed(JOB, 10, file_of(), url=url)
+    store.write_manifest(whole, job_spec())
+    files, root = fsspec.core.url_to_fs(url)
+    files.rm(f"{root}/{JOB}", recursive=True)
+    with pytest.raises(UserError, match="is the place mounted"):
+        store.verify(whole)
+    files.makedirs(f"{root}/{JOB}/{checkpoint_folder(Step(10))}", exist_ok=True)
+    with pytest.raises(UserError, match="is the place mounted"):
         store.verify(whole)
 
 

@@ -2,9 +2,11 @@
 
 from skein.plan.plan import Infeasible
 from skein.protocol.coordinator.coordinator_io import (
+    CheckpointVerified,
     DrainAsked,
     MakePlan,
     Send,
+    VerifyCheckpoint,
 )
 from skein.protocol.coordinator.runs.gathering import GATHER_S, PARDON_S
 from skein.protocol.coordinator.runs.phase import StepPhase
@@ -26,7 +28,7 @@ from skein.protocol.messages.directives import (
     Start,
 )
 from skein.protocol.messages.reports import Beat, CheckpointUnwritten, Leaving, Suspected, Trouble
-from skein.types import JobId, JobState, WorkerId
+from skein.types import Condition, JobId, JobState, WorkerId
 from tests.support.desk import Desk
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, grid_plan, plan_of, stage_spec
@@ -118,6 +120,8 @@ def test_a_stage_that_nobody_holds_takes_everybody_back_to_the_checkpoint() -> N
     desk.break_stream("w1b")
     desk.acknowledge(desk.live, {worker: [(stage_spec(0), 2)] for worker in desk.live})
     desk.adopt(BOTH_STAGES)
+    [asked] = desk.found(VerifyCheckpoint)
+    desk.give(CheckpointVerified(checkpoint=asked.checkpoint, condition=Condition.WHOLE, reason=""))
     [record] = desk.recorded(RolledBack)
     assert (record.from_version, record.to_version) == (2, 1)
     assert record.reason == "no worker holds stage 1 at version 2"

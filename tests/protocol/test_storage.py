@@ -13,8 +13,10 @@ from skein.protocol.coordinator.coordinator_io import (
     VerifyCheckpoint,
 )
 from skein.protocol.coordinator.runs.checkpoints.savings import AGAIN_S, LATER_S
+from skein.protocol.coordinator.runs.checkpoints.storage import LOOK_AGAIN_S
 from skein.protocol.coordinator.runs.gathering import PARDON_S
 from skein.protocol.coordinator.runs.phase import BuildPhase, GatherPhase, SavePhase, StepPhase
+from skein.protocol.coordinator.runs.placing.giving_up import LEAST_S
 from skein.protocol.coordinator.runs.watching.vigil import STALL_S
 from skein.protocol.coordinator.runs.workers.disputes import MAX_STRIKES
 from skein.protocol.deadline import TimePassed
@@ -42,6 +44,7 @@ from tests.support.jobs import small_job
 from tests.support.plans import grid_plan, stage_spec
 from tests.support.reports import hello
 from tests.support.runs import PLAN, beats, ended, later, phase, stepping
+from tests.support.worlds import of_kind
 
 JOB, OTHER = JobId("small-1"), JobId("small-2")
 BEGINNING = Beginning(job=JOB, version=Step(2))
@@ -76,7 +79,20 @@ def reading(desk: Desk) -> Desk:
     desk.join(*PLAN.workers, incarnation=2)
     desk.acknowledge(desk.live)
     desk.adopt(PLAN)
+    look(desk, Condition.WHOLE)
     return desk
+
+
+def look_in_vain(desk: Desk, reason: str) -> None:
+    """Checkpoints that are asked for are damaged whenever the coordinator reads them, until it goes back."""
+    for _ in range(int(LEAST_S // LOOK_AGAIN_S) + 1):
+        later(desk, LOOK_AGAIN_S)
+        for asked in desk.found(VerifyCheckpoint):
+            assert not desk.told(Assign)
+            damaged = Condition.DAMAGED
+            desk.give(CheckpointVerified(checkpoint=asked.checkpoint, condition=damaged, reason=reason))
+        if desk.recorded(RolledBack):
+            return
 
 
 def look(desk: Desk, condition: Condition, reason: str = "") -> None:
@@ -257,7 +273,7 @@ def test_where_nothing_moves_while_building_or_saving_a_new_generation_is_opened
 # --- what cannot be read ---
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_read() -> None:
+def test_a_damaged_checkpoint_is_waited_for_then_set_aside_and_the_one_before_it_read() -> None:
     desk = reading(saved(2, 4))
     assert desk.recorded(RolledBack)[0].to_version == 4
     desk.report("w1a", unread(desk, 4))
@@ -267,6 +283,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_read() -> None:
     assert (checked.version, checked.is_whole, checked.reason) == (4, False, "stage-001 is not there")
     desk.acknowledge(desk.live)
     desk.adopt(PLAN)
+    look(desk, Condition.WHOLE)  # Of the older one.
+    assert "waiting for checkpoint 4, for going back would cost 2 steps" in desk.machine.view.reason_of(JOB)
+    look_in_vain(desk, "stage-001 is not there")
     assert desk.recorded(RolledBack)[0].to_version == 2
     sources = [chunk.source for told in desk.told(Assign).values() for chunk in told.chunks]
     assert {(source.kind, source.version) for source in sources} == {(SourceKind.CHECKPOINT, 2)}
@@ -290,6 +309,7 @@ def test_a_worker_that_alone_cannot_read_a_whole_checkpoint_is_set_aside_until_a
     desk.join(*plan.workers, incarnation=2)
     desk.acknowledge(desk.live)
     desk.adopt(plan)
+    look(desk, Condition.WHOLE)
     desk.report("w0b", unread(desk, 2, "no such folder"))
     look(desk, Condition.WHOLE)
     assert not desk.recorded(CheckpointChecked)
@@ -380,6 +400,63 @@ def test_a_restarted_coordinator_remembers_which_checkpoints_are_damaged() -> No
     assert again.damaged == {4: "short"}
     assert again.newest_checkpoint is not None
     assert again.newest_checkpoint.version == 2
+
+
+def going_back(desk: Desk) -> Desk:
+    """The next coordinator has workers without state, and reads the newest checkpoint first."""
+    desk = Desk(desk.log)
+    desk.join(*PLAN.workers, incarnation=2)
+    desk.acknowledge(desk.live)
+    desk.adopt(PLAN)
+    return desk
+
+
+def test_no_step_is_given_up_before_the_checkpoint_was_read() -> None:
+    desk = going_back(saved(2, 4))
+    assert not desk.recorded(RolledBack)
+    assert not desk.told(Assign)
+    assert desk.machine.view.reason_of(JOB) == "reading checkpoint 4 before steps are given up"
+    look(desk, Condition.WHOLE)
+    assert desk.recorded(RolledBack)[0].to_version == 4
+
+
+def test_a_place_that_shows_no_checkpoint_is_waited_for_and_nothing_is_set_aside() -> None:
+    desk = going_back(saved(2, 4))
+    for _ in range(3):
+        look(desk, Condition.UNKNOWN, "is the place mounted?")
+        assert phase(desk) is GatherPhase
+        assert "is the place mounted?" in desk.machine.view.reason_of(JOB)
+        later(desk, PARDON_S)
+    assert not desk.machine.history.jobs[JOB].damaged
+    look(desk, Condition.WHOLE)
+    desk.acknowledge(desk.live)
+    desk.adopt(PLAN)
+    assert [x.to_version for x in of_kind(desk.log, RolledBack)] == [4]
+
+
+def test_a_newer_checkpoint_that_comes_back_while_it_is_waited_for_costs_no_step() -> None:
+    desk = going_back(saved(2, 4))
+    look(desk, Condition.DAMAGED, "stage-001 is not there")
+    look(desk, Condition.WHOLE)  # Of version 2, which would do.
+    assert not desk.recorded(RolledBack)
+    later(desk, LOOK_AGAIN_S)
+    look(desk, Condition.WHOLE)  # Of version 4.
+    assert [x.to_version for x in of_kind(desk.log, RolledBack)] == [4]
+
+
+def test_all_that_were_damaged_are_read_again_before_the_first_that_is_whole_counts() -> None:
+    desk = going_back(saved(2, 4))
+    look(desk, Condition.DAMAGED, "gone")
+    look(desk, Condition.DAMAGED, "gone")
+    assert "no checkpoint is whole" in desk.machine.view.reason_of(JOB)
+    later(desk, PARDON_S)
+    first, second = desk.found(VerifyCheckpoint)
+    desk.give(CheckpointVerified(checkpoint=first.checkpoint, condition=Condition.WHOLE, reason=""))
+    desk.acknowledge(desk.live)
+    desk.plan(PLAN)
+    assert not of_kind(desk.log, RolledBack)
+    desk.give(CheckpointVerified(checkpoint=second.checkpoint, condition=Condition.WHOLE, reason=""))
+    assert [x.to_version for x in of_kind(desk.log, RolledBack)] == [4]
 
 
 def test_before_the_first_step_who_cannot_reach_the_place_goes_without_and_all_wait_for_it() -> None:

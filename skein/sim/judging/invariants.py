@@ -234,16 +234,28 @@ class Invariants:
         branch.lineages[-1] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         branch.averages[before] = branch.lineages[-1], record.stages
 
-    def gives_up(self, record: RolledBack | JobHeld, within_reach: Iterable[FoundStage]) -> None:
+    def gives_up(
+        self,
+        record: RolledBack | JobHeld,
+        within_reach: Iterable[FoundStage],
+        *,
+        keeps_checkpoints: bool = False,
+    ) -> None:
         """Steps are about to be given up, or left unsaved: who is here, or was not waited for, may not hold them.
 
-        Of a job that is held only its newest version could be saved.
+        Of a job that is held only its newest version could be saved. With `keeps_checkpoints` no checkpoint was ever
+        damaged, so no step of one may be given up, though its files may not be there for a while.
         """
         job, branch = self._replayed.jobs[record.job], self._branches[record.job]
         is_wanted = self.has_liars
         if isinstance(record, RolledBack):
             first, last = record.to_version, record.from_version
             is_wanted = is_wanted or record.learning_rate_ratio is not None
+            saved = max((x.version for x in job.checkpoints if x.version <= last), default=0)
+            if keeps_checkpoints and not is_wanted and first < saved:
+                raise Violated(
+                    f"{record.job} goes back to {first}, and its checkpoint {saved} was never damaged"
+                )
         else:
             saved = 0 if job.newest_checkpoint is None else job.newest_checkpoint.version
             first, last = Step(max(saved, job.version - 1)), job.version

@@ -18,6 +18,10 @@ class Store:
         self._damaged: set[str] = set()
         self._full_until = 0.0
         self._hangs_until = 0.0
+        self._hidden: set[str] = set()
+        self._is_unmounted = False
+        self.is_spoilt = False
+        """Whether a checkpoint was damaged, not only hidden: then an older one may count."""
         self.has_failed = False
         """Whether checkpoints were damaged, or not read or written for a while: no job may end for it."""
 
@@ -25,10 +29,23 @@ class Store:
 
     def damage(self, checkpoint: CheckpointCommitted, number: int, *, seconds: float) -> None:
         """Change one of its files; somebody puts back after so long what was there."""
+        self.is_spoilt = True
         names = _names(checkpoint)
         name = names[number % len(names)]
         self._damaged.add(name)
         self._clock.after(seconds, partial(self._damaged.discard, name))
+
+    def hide(self, checkpoint: CheckpointCommitted, *, seconds: float) -> None:
+        """Have the files of a checkpoint not be there for so long."""
+        self.has_failed = True
+        names = _names(checkpoint)
+        self._hidden.update(names)
+        self._clock.after(seconds, partial(self._hidden.difference_update, names))
+
+    def unmount(self, seconds: float) -> None:
+        """Show no file at all, and take no file, for so long."""
+        self.has_failed = self._is_unmounted = True
+        self._clock.after(seconds, partial(setattr, self, "_is_unmounted", False))
 
     def fill(self, seconds: float) -> None:
         """Take no more files for so long."""
@@ -59,6 +76,8 @@ class Store:
         """Reason that a file cannot be written now; "": it can."""
         if self.hangs:
             return "the store does not answer"
+        if self._is_unmounted:
+            return "the store is not mounted"
         return "the store is full" if self._clock.now < self._full_until else ""
 
     def trouble(self, checkpoint: CheckpointCommitted) -> str:
@@ -71,14 +90,15 @@ class Store:
 
     def _is_whole(self, told: CheckpointFile) -> bool:
         """A file is told of by its writer, who may be wrong about its name, size or tensors."""
-        return told.name in self.files and told == self.files[told.name][0] and told.name not in self._damaged
+        is_there = told.name in self.files and not self._is_unmounted and told.name not in self._hidden
+        return is_there and told == self.files[told.name][0] and told.name not in self._damaged
 
     def look(self, checkpoint: CheckpointCommitted) -> tuple[Condition, str]:
         """Condition that reading all of a checkpoint finds, and its reason."""
         reason = self.trouble(checkpoint)
         if not reason:
             return Condition.WHOLE, ""
-        return (Condition.UNKNOWN if self.hangs else Condition.DAMAGED), reason
+        return (Condition.UNKNOWN if self.hangs or self._is_unmounted else Condition.DAMAGED), reason
 
 
 def _names(checkpoint: CheckpointCommitted) -> list[str]:

@@ -199,8 +199,12 @@ class Fence:
             else:
                 self._course.enter(phases.FencePhase(held_back=plan, may_go_on=self._course.phase.may_go_on))
             return
-        lacking = parts.storage.lacks(parts.holdings.sources(plan), now=now)
-        if lacking.must_wait:
+        step_s = parts.measured.step_s or plan.predicted_step_s
+        lacking = parts.storage.lacks(parts.holdings.sources(plan), step_s=step_s, now=now)
+        if lacking.is_held_back:
+            self._course.explain(lacking.reason)
+            self._course.enter(phases.FencePhase(held_back=plan, may_go_on=self._course.phase.may_go_on))
+        elif lacking.must_wait:
             self._stopping.wait(lacking.reason)
         elif lacking.reason:
             self._stopping.fail(lacking.reason, now=now)

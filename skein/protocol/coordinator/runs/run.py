@@ -253,10 +253,10 @@ class Run:
             return gathers_at if course.is_to_fence() or is_ending else parts.gathering.pardons_at
         if isinstance(self.phase, phases.FencePhase):
             gives_up_at = parts.vigil.gives_up_at(self.plan)
+            if not parts.members.is_fenced:
+                return gives_up_at
             is_held_back = self.phase.held_back is not None
-            return (
-                parts.asking.deadline(is_held_back=is_held_back) if parts.members.is_fenced else gives_up_at
-            )
+            return parts.storage.looks_at or parts.asking.deadline(is_held_back=is_held_back)
         if not course.is_watched():
             return parts.savings.again_at if course.is_in(phases.SavePhase) else None
         late_at = parts.selecting.late_at() if course.is_selecting else inf

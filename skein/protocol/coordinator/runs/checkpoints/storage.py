@@ -3,24 +3,31 @@
 Rules of this file
 - A worker's word sets no checkpoint aside: the coordinator reads all of it first. A damaged one is set aside, which is
   recorded; of one that is whole, that worker alone gets nothing, and is set aside itself.
+- Steps are given up for a checkpoint only once the coordinator has read all of it, and has found each newer one
+  damaged. A newer one may be on its way back, so the run waits for it as long as the steps are worth. A place that
+  shows no file of any checkpoint may not be mounted: the run waits for that without end.
 - No job ends for what storage did. It waits, says what is to be mended, and looks again. What was deleted
   is not put back: a job ends that cannot begin without it.
 """
 
 from dataclasses import dataclass
 
+from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import CheckpointVerified, Outbox, VerifyCheckpoint
+from skein.protocol.coordinator.runs.ending import rewind_of
 from skein.protocol.coordinator.runs.gathering import Gathering
 from skein.protocol.coordinator.runs.incidents import Incidents
 from skein.protocol.coordinator.runs.part import RunPart
+from skein.protocol.coordinator.runs.placing.giving_up import patience_s
 from skein.protocol.coordinator.runs.placing.sources import Sources
 from skein.protocol.coordinator.runs.workers.blame import Blame
 from skein.protocol.coordinator.runs.workers.members import Members
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.log.records import CheckpointChecked, CheckpointCommitted, IncidentKind
-from skein.protocol.messages.directives import SourceKind
+from skein.protocol.messages.directives import SourceKind, StepRecord
 from skein.protocol.messages.reports import CheckpointUnread
 from skein.types import Condition, Step, WorkerId
+from skein.units import counted
 
 
 def judge_checkpoint(job: JobHistory, event: CheckpointVerified, outbox: Outbox, *, now: float) -> None:
@@ -52,6 +59,27 @@ class Finding:
 
     reason: str = ""
     must_wait: bool = False
+    is_held_back: bool = False
+    """The plan waits for checkpoints that are being read, and the run asks again at `Storage.looks_at`."""
+
+
+WHOLE_FOR_S, OTHERWISE_FOR_S = 120.0, 4.0
+"""Seconds for which a finding counts, on a checkpoint that is whole and on another, which may be mended meanwhile."""
+LOOK_AGAIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """Result of reading a checkpoint."""
+
+    condition: Condition
+    reason: str
+    at_s: float
+
+    def counts(self, *, now: float) -> bool:
+        """Whether it still says what is there."""
+        age_s = now - self.at_s
+        return 0 <= age_s < (WHOLE_FOR_S if self.condition is Condition.WHOLE else OTHERWISE_FOR_S)
 
 
 class Storage(RunPart):
@@ -68,6 +96,12 @@ class Storage(RunPart):
         """A look at another job's checkpoint, with which this one begins, may tell something."""
         self._unread: dict[Step, dict[WorkerId, str]] = {}
         self._asked: set[Step] = set()
+        self._seen: dict[Step, _Seen] = {}
+        """Newest findings on this run's checkpoints."""
+        self._back_since: float | None = None
+        """Time since which steps would be given up, if a newer checkpoint were not waited for."""
+        self.looks_at: float | None = None
+        """Time at which a plan that is held back for checkpoints is looked at again; None: no plan is."""
 
     @property
     def is_looking(self) -> bool:
@@ -78,6 +112,11 @@ class Storage(RunPart):
         """A new generation: who could not read is asked anew, if at all."""
         self._unread.clear()
         self._is_waiting = self._is_lost = False
+        self.looks_at = None
+
+    def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
+        """A step is made: what was given up before it is given up for good."""
+        self._back_since = None
 
     def unread(self, worker: WorkerId, report: CheckpointUnread, incidents: Incidents, *, now: float) -> str:
         """A worker cannot read a checkpoint; gives a reason to plan anew, or "": the coordinator reads it first."""
@@ -102,6 +141,7 @@ class Storage(RunPart):
             return Finding()
         is_known = condition is not Condition.UNKNOWN
         self._asked.discard(version)
+        self._seen[version] = _Seen(condition=condition, reason=event.reason, at_s=now)
         is_news = condition is Condition.WHOLE if self._is_lost else is_known
         if self._is_waiting and is_news and self._job.newest_checkpoint is not None:
             self._gathering.pardoned()
@@ -119,11 +159,63 @@ class Storage(RunPart):
 
     # --- waiting ---
 
-    def lacks(self, sources: Sources, *, now: float) -> Finding:
-        """Finding on why the run waits or ends instead of taking state from `sources`, if it does."""
+    def _before_going_back(self, sources: Sources, step_s: float, *, now: float) -> Finding | None:
+        """Finding on checkpoints that have to be read, or waited for, before steps are given up; None: on none."""
+        job = self._job
+        is_rewind = rewind_of(job) is not None
+        in_question = [
+            checkpoint
+            for checkpoint in job.checkpoints
+            if sources.version < checkpoint.version <= job.version and not is_rewind
+        ]
+        if any(source.kind is SourceKind.CHECKPOINT for source in sources.by_chunk.values()):
+            in_question += [x for x in job.checkpoints if x.version == sources.version]
+        if sources.version >= job.version or not in_question:
+            return None
+        unseen = [x for x in in_question if not self._has_seen(x.version, now=now)]
+        if unseen:
+            self._look_at(unseen)
+            return self._hold_back(f"reading checkpoint {_named(unseen)} before steps are given up", now=now)
+        for version, seen in ((x.version, self._seen[x.version]) for x in in_question):
+            if seen.condition is Condition.UNKNOWN:
+                self._wait(now=now)
+                return Finding(reason=f"checkpoint {version} cannot be read: {seen.reason}", must_wait=True)
+        newer = [x for x in in_question if x.version > sources.version]
+        if newer and now < self._waits_until(job.version - sources.version, step_s, now=now):
+            cost = counted(job.version - sources.version, "step")
+            return self._hold_back(
+                f"waiting for checkpoint {_named(newer)}, for going back would cost {cost}", now=now
+            )
+        return None
+
+    def _has_seen(self, version: Step, *, now: float) -> bool:
+        seen = self._seen.get(version)
+        return seen is not None and seen.counts(now=now)
+
+    def _waits_until(self, num_steps: int, step_s: float, *, now: float) -> float:
+        """Time from which a damaged checkpoint is not waited for any more; as for a silent worker."""
+        self._back_since = now if self._back_since is None else self._back_since
+        return self._back_since + patience_s(cost_s=num_steps * step_s, silences_s=())
+
+    def _hold_back(self, reason: str, *, now: float) -> Finding:
+        if self.looks_at is None or now >= self.looks_at:
+            self.looks_at = now + LOOK_AGAIN_S
+        return Finding(reason=reason, is_held_back=True)
+
+    def lacks(self, sources: Sources, *, step_s: float, now: float) -> Finding:
+        """Finding on why the run waits or ends instead of taking state from `sources`, if it does.
+
+        Args:
+            sources: of the state of a plan's chunks.
+            step_s: seconds of a step, by which steps that would be given up are weighed.
+            now: seconds.
+        """
         job = self._job
         if job.damaged and job.version and not sources.version:
             return Finding(reason=self._lost(now=now), must_wait=True)
+        if (found := self._before_going_back(sources, step_s, now=now)) is not None:
+            return found
+        self.looks_at = None
         begins = job.begins
         is_drawn = any(source.kind is SourceKind.INITIAL for source in sources.by_chunk.values())
         if begins is None or not is_drawn:
@@ -173,3 +265,8 @@ class Storage(RunPart):
             if checkpoint.version not in self._asked:
                 self._asked.add(checkpoint.version)
                 self._out.do(VerifyCheckpoint(checkpoint=checkpoint))
+
+
+def _named(checkpoints: list[CheckpointCommitted]) -> str:
+    """Versions, ascending, with commas between."""
+    return ", ".join(str(version) for version in sorted(x.version for x in checkpoints))
