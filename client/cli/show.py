@@ -162,6 +162,12 @@ def choice_text(choice: ChoiceStatus) -> str:
         f"{choice.num_picks:,} of {choice.num_rows:,} rows since step {choice.version}, "
         f"weights up to {choice.largest_weight:.3g}, chosen in {choice.seconds:.3g} s{share}; {following}"
     )
+    if choice.farness is not None and choice.chance_farness:
+        ratio = choice.farness / choice.chance_farness
+        shown += (
+            f"; distance of rows to those chosen {choice.farness:.4g}, "
+            f"{ratio:.2f} of that to a random draw ({choice.chance_farness:.4g})"
+        )
     if choice.num_by_chance:
         shown += f"; what stands for {choice.num_by_chance:,} rows was drawn by chance"
     if choice.num_set_aside:

@@ -32,7 +32,10 @@ class ChoiceMetrics:
             "skein_choice_overhead_ratio", "Seconds of the newest choice over those of the training before"
         )
         self._farness = gauge(
-            "skein_choice_farness", "Distance from all rows to those that stand for them, summed, at most"
+            "skein_choice_farness", "Distance from all rows to those that stand for them, summed, about"
+        )
+        self._chance_farness = gauge(
+            "skein_choice_chance_farness", "The same distance to as many rows drawn by chance, about"
         )
         self._weight = gauge("skein_choice_weight_max", "Largest weight of a row, the mean being 1")
         self._seen = gauge("skein_choice_seen_ratio", "Share of the rows that was ever drawn, or may be now")
@@ -68,6 +71,8 @@ class ChoiceMetrics:
             self._share.labels(job).set(record.overhead)
         if record.farness is not None:
             self._farness.labels(job).set(record.farness)
+        if record.chance_farness is not None:
+            self._chance_farness.labels(job).set(record.chance_farness)
         self._weight.labels(job).set(float(choice.weights.max()))
         for row, since in [(x.row, x.since) for x in record.rows] or [(0, record.version)]:
             # Before the first choice all rows are drawn, if anything is.
@@ -117,4 +122,6 @@ def _shown(chosen: CoresetChosen, *, since: Step, until: Step | None) -> ChoiceS
         seconds=chosen.seconds,
         overhead=chosen.overhead,
         next_version=until,
+        farness=chosen.farness,
+        chance_farness=chosen.chance_farness,
     )

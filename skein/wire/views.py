@@ -136,6 +136,10 @@ class ChoiceStatus:
     overhead: float | None
     next_version: Step | None
     """Version at which the next is due; None: it stays."""
+    farness: float | None = None
+    """Distance of all rows to those that stand for them, summed, about; None: unknown."""
+    chance_farness: float | None = None
+    """The same of as many rows drawn by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

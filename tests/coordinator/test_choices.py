@@ -147,3 +147,13 @@ def test_a_choice_that_stays_and_went_as_asked_says_no_more() -> None:
         "chosen in 0.314 s, 2.1% of the training before; it stays"
     )
     assert "the next at step 9" in choice_text(replace(status, next_version=Step(9)))
+
+
+def test_status_tells_the_error_of_a_choice_beside_that_of_a_random_draw() -> None:
+    history = History()
+    history.apply(submitted())
+    history.apply(DataCounted(job=JOB, num_train_samples=NUM_ROWS, num_steps=None, wall_s=1.0))
+    history.apply(replace(chosen(0, 1, 2, 3), chance_farness=10.0))
+    status = choice_status(history.jobs[JOB])
+    assert status is not None
+    assert "; distance of rows to those chosen 7.5, 0.75 of that to a random draw (10)" in choice_text(status)

@@ -289,7 +289,7 @@ def with_choices(
 
 def rows_asked() -> ChooseRows:
     portion = Portion(num_rows=20, block_rows=2, num_ways=1, ways=(0,))
-    picking = Picking(num_picks=5, is_local=False, form=Greedy.AUTO, seed=3)
+    picking = Picking(num_picks=5, num_rows=20, block_rows=2, is_local=False, form=Greedy.AUTO, seed=3)
     worker = WorkerId("w1")
     return ChooseRows(
         request=4,

@@ -115,13 +115,13 @@ async def test_rows_are_chosen_by_a_task_as_they_are_here(
 ) -> None:
     monkeypatch.setattr(planner, "FEW_CANDIDATES", 0)
     spec = CoresetSpec(method="craig", fraction=0.1)
-    picking = Picking.at(spec, 3, num_rows=400)
+    picking = Picking.at(spec, 3, num_rows=400, block_rows=8)
     x, y = np.random.default_rng(1).normal(size=(400, 6)), np.arange(400) % 3
     portions = {
         WorkerId(f"w{i}"): Portion(num_rows=400, block_rows=8, num_ways=2, ways=(i,)) for i in range(2)
     }
     proposed = {
-        worker: pick_candidates(vectors(x[own.ids]), y[own.ids], own.ids, picking, num_rows=400)
+        worker: pick_candidates(vectors(x[own.ids]), y[own.ids], own.ids, picking)
         for worker, own in portions.items()
     }
     wanted = ChooseRows(request=1, run=JobId("j"), portions=portions, proposed=proposed, picking=picking)

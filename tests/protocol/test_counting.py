@@ -69,10 +69,10 @@ def test_rows_that_no_worker_has_room_to_compare_end_the_job_before_its_first_st
     at_once = MOST_FEATURE_BYTES // feature_bytes(job.spec.model, job.spec.data.coreset, 1)
     chunks = [chunk(0, name) for name in "abcd"]
     plan = plan_of(chunks, [path(x) for x in chunks[:num_ends]])
-    doubt = room_doubt(job, plan, 4 * at_once)
+    doubt = room_doubt(job, plan, 4 * (at_once - 1_000))  # parts have 1,000 rows, and are whole
     assert (doubt is None) is fits
     assert fits or "or more workers" in str(doubt)
-    assert room_doubt(job, plan, num_ends * at_once) is None
+    assert room_doubt(job, plan, num_ends * (at_once - 1_000)) is None
 
 
 def test_rows_of_several_arrays_whose_choices_are_too_much_to_tell_end_theirs() -> None:

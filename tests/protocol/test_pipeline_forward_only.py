@@ -1,11 +1,14 @@
 """Evaluations and selections among the compute ops of one worker: slots, turns and losses of their own."""
 
+from collections import Counter
+
 import pytest
 
+from skein.numeric.coreset.portions import num_parts_of
 from skein.plan.ops import Direction
-from skein.protocol.messages.directives import Origin
+from skein.protocol.messages.directives import Evaluate, Origin
 from skein.protocol.messages.tensors import HopTensor, Phase
-from skein.types import MicrobatchId, StageIndex, Step
+from skein.types import Generation, MicrobatchId, StageIndex, Step
 from tests.support.pipelines import LINE, LOSS, backward, first_stage, forward, machine_of, run_ready, tensor
 from tests.support.plans import chunk, microbatches, path
 from tests.support.reports import ledger
@@ -55,7 +58,26 @@ def test_evaluation_losses_are_counted_apart_from_training() -> None:
 def test_how_many_evaluation_microbatches_visit_a_chunk(num_evaluation: int, expected: int) -> None:
     """Of four evaluation paths, 0 and 2 visit this chunk."""
     machine = machine_of("b", "L1.0 L1.2", evaluation_paths=(0, 2))
-    assert machine.expected_evaluations(StageIndex(1), num_evaluation, 4) == expected
+    asked = Evaluate(generation=Generation(1), version=Step(0), num_microbatches=num_evaluation)
+    assert machine.expected_evaluations(StageIndex(1), asked, 4) == expected
+
+
+@pytest.mark.parametrize(("num_blocks", "num_paths"), [(7, 3), (64, 4), (200, 5), (70, 65)])
+def test_rows_of_a_part_take_one_path_in_a_selection_however_many_paths_there_are(
+    num_blocks: int, num_paths: int
+) -> None:
+    asked = Evaluate(
+        generation=Generation(1),
+        version=Step(0),
+        num_microbatches=num_blocks,
+        phase=Phase.SELECT,
+        num_rows=8 * num_blocks,
+    )
+    ways, num_parts = list(asked.ways(num_paths)), num_parts_of(num_blocks, 8 * num_blocks)
+    for part in range(num_parts):
+        assert len(set(ways[part::num_parts])) == 1
+    assert set(ways) == set(range(min(num_paths, num_parts)))
+    assert asked.num_visits(num_paths) == Counter(ways)
 
 
 def test_evaluation_waits_for_all_training_that_may_run() -> None:

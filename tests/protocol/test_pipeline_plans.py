@@ -9,11 +9,11 @@ import pytest
 from skein.plan.order import left_undone
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.runs.placing.sources import Sources, assignments
-from skein.protocol.messages.directives import Ledger, Origin, SourceKind, StateSource
+from skein.protocol.messages.directives import Evaluate, Ledger, Origin, SourceKind, StateSource
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.worker.ops import Loss, LossOp, VisitOp
 from skein.protocol.worker.pipeline import Pipeline
-from skein.types import ChunkRef, JobId, Layout, MicrobatchId, Step, WorkerId
+from skein.types import ChunkRef, Generation, JobId, Layout, MicrobatchId, Step, WorkerId
 from tests.support.drawn import carried_out, random_plan, shuffled
 from tests.support.extent import part
 from tests.support.plans import grid_plan
@@ -148,9 +148,8 @@ def test_an_evaluation_visits_every_head_once_and_leaves_no_slot_taken(seed: int
             found, loss = machine.evaluation_loss(stage)
             heads[ChunkRef(stage=stage, worker=worker)] = len(found)
             assert loss.num_tokens == len(found)
-            assert len(found) == machine.expected_evaluations(
-                stage, num_evaluation, len(plan.evaluation_paths)
-            )
+            asked = Evaluate(generation=Generation(1), version=Step(0), num_microbatches=num_evaluation)
+            assert len(found) == machine.expected_evaluations(stage, asked, len(plan.evaluation_paths))
     assert sum(heads.values()) == num_evaluation, seed
 
 

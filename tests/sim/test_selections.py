@@ -184,6 +184,19 @@ def test_one_that_dies_once_all_have_picked_changes_nothing() -> None:
     )
 
 
+@pytest.mark.parametrize("num_gone", [1, 2])
+def test_choices_are_the_same_however_many_workers_are_left_to_pick(num_gone: int) -> None:
+    job = job_of("line 1x3 chosen")
+    world = watched(job)
+    run_until(world, lambda world: world.coordinator is not None and world.coordinator.run is not None)
+    for number in range(num_gone):
+        world.kill_worker(worker(number))
+    finish(world, about="fewer")
+    assert world.picked == {worker(number) for number in range(num_gone, 3)}
+    assert all(x.num_by_chance == 0 for x in chosen_in(world))
+    assert [(x.version, x.digest) for x in chosen_in(world)] == undisturbed_choices(job, 3)
+
+
 def test_the_last_to_pick_may_die_and_its_rows_alone_are_drawn_by_chance() -> None:
     job = job_of("line 1x3 chosen")
     world = watched(job)

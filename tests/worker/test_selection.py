@@ -15,11 +15,13 @@ from skein.errors import LocalError, UserError
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.model.families.mlp import MlpModel
 from skein.model.table import ModelSpec
+from skein.numeric.coreset.choice import Choice, choose_coreset, cover_error
+from skein.numeric.coreset.portions import Picking, Portion, choose_of_portions
 from skein.numeric.coreset.room import feature_bytes
 from skein.protocol.log.records import CoresetChosen, GenerationOpened
 from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.tensors import Phase
-from skein.types import JobState, Layout, MicrobatchId, Precision, Step
+from skein.types import JobState, Layout, MicrobatchId, Precision, Step, WorkerId
 from tests.support.device import DEVICE
 from tests.worker.cluster import Disk, cluster
 from tests.worker.lab import Lab, digits_job, tiny_job, write_text
@@ -173,7 +175,15 @@ def test_without_a_copy_no_older_parameters_are_computed_with(tmp_path: FilePath
         looked_at(lab, 2)
 
 
-async def test_a_choice_of_one_worker_is_the_greedy_one_over_all_rows(tmp_path: FilePath) -> None:
+def chosen_by_one(rows: HeadRows, job: JobSpec, num_rows: int) -> Choice:
+    """The choice where one worker has all rows."""
+    size, name = job.batch.microbatch_samples, WorkerId("w0")
+    asked = Picking.at(job.data.coreset, rows.step, num_rows=num_rows, block_rows=size)
+    portion = Portion(num_rows=num_rows, block_rows=size, num_ways=1, ways=(0,))
+    return choose_of_portions({name: portion}, {name: picked(rows, job, num_rows=num_rows)}, asked).choice
+
+
+async def test_a_choice_of_one_worker_is_near_the_greedy_one_over_all_rows(tmp_path: FilePath) -> None:
     job = job_of(tmp_path, refresh_epochs=None, group_by="source")
     async with cluster(Disk()) as here, here.workers("w0"):
         here.submit(job)
@@ -184,11 +194,15 @@ async def test_a_choice_of_one_worker_is_the_greedy_one_over_all_rows(tmp_path: 
         (rows,) = looked_at(lab, chosen.num_rows)
     finally:
         lab.close()
-    found = picked(rows, job, num_rows=chosen.num_rows)
-    order = np.argsort(found.ids)
-    assert chosen.told.read().ids.tolist() == found.ids[order].tolist()
-    assert chosen.told.read().sizes.tolist() == found.sizes[order].tolist()
+    found = chosen_by_one(rows, job, chosen.num_rows)
+    assert chosen.told.read().ids.tolist() == found.ids.tolist()
+    assert chosen.told.read().sizes.tolist() == found.sizes.tolist()
     assert chosen.farness == pytest.approx(found.error)
+    groups = np.zeros(chosen.num_rows, np.int64)
+    central = choose_coreset(rows.features, groups, len(found.ids))
+    assert cover_error(rows.features, groups, found.ids) <= 1.03 * central.error
+    assert chosen.chance_farness is not None
+    assert found.error < chosen.chance_farness
 
 
 async def test_a_choice_beside_steps_is_by_parameters_of_the_version_that_is_recorded(
@@ -213,8 +227,8 @@ async def test_a_choice_beside_steps_is_by_parameters_of_the_version_that_is_rec
     finally:
         lab.close()
     assert [record.loss for record in steps[:version]] == pytest.approx(losses, rel=1e-10)
-    found = picked(rows, job, num_rows=second.num_rows)
-    assert second.told.read().ids.tolist() == sorted(found.ids.tolist())
+    found = chosen_by_one(rows, job, second.num_rows)
+    assert second.told.read().ids.tolist() == found.ids.tolist()
 
 
 def test_more_features_than_fit_are_refused_with_what_to_do(

@@ -145,8 +145,9 @@ def picked(rows: HeadRows, job: JobSpec, *, num_rows: int) -> Candidates:
     """
     spec = job.data.coreset
     groups = rows.labels if spec.group_by == "label" else np.zeros_like(rows.labels)
-    picking = Picking.at(spec, rows.step, num_rows=num_rows)
-    return pick_candidates(rows.features, groups, rows.ids, picking, num_rows=num_rows)
+    size = job.batch.microbatch_samples
+    picking = Picking.at(spec, rows.step, num_rows=num_rows, block_rows=size)
+    return pick_candidates(rows.features, groups, rows.ids, picking)
 
 
 def _float64(x: Tensor) -> NDArray[np.float64]:

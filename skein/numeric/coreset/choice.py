@@ -126,7 +126,16 @@ def cover_error(features: Features, groups_N: NDArray[np.integer], ids: Ids) -> 
     Raises:
         ValueError: a group has no row among `ids`.
     """
-    total = 0.0
+    return float(distances_to(features, groups_N, ids).sum())
+
+
+def distances_to(features: Features, groups_N: NDArray[np.integer], ids: Ids) -> F64:
+    """(N,): distance of each row to the nearest of `ids` in its group; 0 of rows that are not finite.
+
+    Raises:
+        ValueError: a group has no row among `ids`.
+    """
+    found = np.zeros(features.num_rows)
     for name in np.unique(groups_N[features.are_finite]):
         rows = np.flatnonzero(features.are_finite & (groups_N == name))
         own, group = np.flatnonzero(np.isin(rows, ids)), features.take(rows).lattice()
@@ -136,5 +145,5 @@ def cover_error(features: Features, groups_N: NDArray[np.integer], ids: Ids) -> 
             np.minimum(nearest, far.min(axis=0), out=nearest)
         if not len(own):
             raise ValueError(f"no row of group {name} is chosen")
-        total += float(nearest.sum())
-    return total
+        found[rows] = nearest
+    return found

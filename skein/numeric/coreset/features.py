@@ -93,6 +93,11 @@ class Features:
     def num_rows(self) -> int:
         return len(self.are_finite)
 
+    @property
+    def num_numbers(self) -> int:
+        """Numbers that a row's factors have together."""
+        return sum(x.shape[1] for x in self.factors)
+
     def take(self, rows: Ids | NDArray[np.bool_]) -> "Features":
         """Features of some of the rows, in the order given."""
         return Features(factors=tuple(x[rows] for x in self.factors), are_finite=self.are_finite[rows])

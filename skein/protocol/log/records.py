@@ -115,7 +115,8 @@ class Evaluated:
 class CoresetChosen:
     """The rows that samples are drawn from, from `version` on: int32 ids, float32 rows that each stands for.
 
-    `farness` is L, or more, over `num_rows` less those set aside for features that are not finite; None: unknown.
+    `farness` is about L over `num_rows` less those set aside for features that are not finite, `chance_farness` that of
+    as many rows drawn by chance; None: unknown.
     `num_by_chance` are rows of the `num_faults` workers whose candidates were wanting: what stands for these was drawn.
     Training stood still for `seconds`.
     """
@@ -140,6 +141,7 @@ class CoresetChosen:
     """Rows of an array that draw by the choice; none of any other job."""
     num_steps_beside: int = 0
     """Steps that were made meanwhile: rows were compared by parameters so many versions older."""
+    chance_farness: float | None = None
 
     @property
     def told(self) -> ToldChoice:

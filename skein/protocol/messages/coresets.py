@@ -30,7 +30,8 @@ class CandidatesPicked:
     """Part of what a worker has picked of its rows at `version`; or why it could not, as an `error`.
 
     `groups` are those of this part's rows, in order, `counts` how many rows each has. `ids` are int32; `sizes`, the
-    rows that each stands for, and `factors`, one after the other, are float32. `farness` is L of all its candidates.
+    rows that each stands for, and `factors`, one after the other, are float32. `farness` is L of all its candidates,
+    `chance_farness` about that of as many rows as the whole choice takes, drawn by chance, for the worker's rows.
     """
 
     generation: Generation
@@ -46,6 +47,7 @@ class CandidatesPicked:
     factors: tuple[bytes, ...] = ()
     num_set_aside: int = 0
     farness: float = 0.0
+    chance_farness: float = 0.0
     error: str = ""
 
 
@@ -100,7 +102,7 @@ def parts_of(
     row: int = 0,
     part_bytes: int = PART_BYTES,
 ) -> tuple[CandidatesPicked, ...]:
-    """A worker's candidates as it tells of them: 4·k·(d + 2) bytes in all, and a few for each part.
+    """A worker's candidates as it tells of them: 4·(d + 2) bytes each, and a few for each part.
 
     `row`: of an array, whose model has picked.
     """
@@ -137,6 +139,7 @@ def _part(
         factors=tuple(x[rows].astype(_FLOATS).tobytes() for x in candidates.factors),
         num_set_aside=candidates.num_set_aside,
         farness=candidates.error,
+        chance_farness=candidates.chance_error,
     )
 
 
@@ -171,6 +174,7 @@ def candidates_of(parts: Sequence[CandidatesPicked]) -> Candidates:
             factors=factors,
             num_set_aside=parts[0].num_set_aside,
             error=parts[0].farness,
+            chance_error=parts[0].chance_farness,
         )
     except ValueError as error:
         raise RemoteError(f"candidates that are none: {error}") from error

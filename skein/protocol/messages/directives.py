@@ -4,10 +4,14 @@ Every directive of a run carries (epoch, generation): a lower epoch or generatio
 `skein.wire.codec` maps these classes to protos/skein/wire/v1 field by field, so names here are names there.
 """
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
 from skein.config.rule import Reach
+from skein.numeric.coreset.portions import num_parts_of
 from skein.plan.plan import Group, Path, Schedule
 from skein.protocol.messages.array_rounds import ArrayRound, RowNumbers
 from skein.protocol.messages.coresets import ToldChoice
@@ -316,6 +320,31 @@ class Evaluate(GenerationDirective):
     phase: Phase = Phase.EVALUATE
     num_rows: int = 0
     """Training rows of all workers, in a selection."""
+
+    def ways(self, num_paths: int) -> Iterator[int]:
+        """Evaluation path that each microbatch takes, in order of microbatches.
+
+        They take the paths in turn; in a selection whole parts of the rows do, which candidates are picked of.
+        """
+        return _ways(self.num_microbatches, self._num_parts, num_paths)
+
+    def num_visits(self, num_paths: int) -> Mapping[int, int]:
+        """Microbatches that each evaluation path gets."""
+        return _num_visits(self.num_microbatches, self._num_parts, num_paths)
+
+    @property
+    def _num_parts(self) -> int:
+        is_in_parts = self.phase.selects and self.num_microbatches > 0
+        return num_parts_of(self.num_microbatches, self.num_rows) if is_in_parts else self.num_microbatches
+
+
+def _ways(num_microbatches: int, num_parts: int, num_paths: int) -> Iterator[int]:
+    return (e % num_parts % num_paths for e in range(num_microbatches))
+
+
+@lru_cache(maxsize=8)
+def _num_visits(num_microbatches: int, num_parts: int, num_paths: int) -> Mapping[int, int]:
+    return Counter(_ways(num_microbatches, num_parts, num_paths))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

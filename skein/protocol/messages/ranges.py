@@ -102,7 +102,7 @@ _FIELDS = {
     BANDWIDTH: "bytes_per_s",
     RATE: "tokens_per_s",
     LOSS: "loss loss_sum probe_loss evaluation_loss balance_loss",
-    NORM: "squared_norm gradient_norm clip farness",
+    NORM: "squared_norm gradient_norm clip farness chance_farness",
     SKETCH: "SketchTaken.values",
     LEARNING_RATE: "learning_rate learning_rate_ratio",
     FACTOR: "weight weights scales r_squared",

@@ -421,19 +421,19 @@ class Pipeline:
         scoring = self._selection if phase.outlasts_steps else self._evaluation
         return scoring.scores(stage)
 
-    def expected_evaluations(self, stage: StageIndex, num_evaluation: int, num_paths: int) -> int:
-        """Number of `num_evaluation` microbatches that visit this chunk: number e takes path e modulo `num_paths`."""
-        rounds, rest = divmod(num_evaluation, num_paths)
-        visiting = self._chunks[stage].evaluation_paths
-        return rounds * len(visiting) + sum(1 for path in visiting if path < rest)
+    def expected_evaluations(self, stage: StageIndex, asked: Evaluate, num_paths: int) -> int:
+        """Number of microbatches of an evaluation that visit this chunk, of those on `num_paths` paths."""
+        num_visits = asked.num_visits(num_paths)
+        return sum(num_visits.get(path, 0) for path in self._chunks[stage].evaluation_paths)
 
 
 def evaluation_origins(assign: Assign, asked: Evaluate) -> tuple[Origin, ...]:
-    """Microbatches of an evaluation that start at a worker: number e takes evaluation path e modulo their number."""
+    """Microbatches of an evaluation that start at a worker, by the paths that they take."""
+    paths = {origin.microbatch: origin.path for origin in assign.evaluation_origins}
     return tuple(
-        Origin(microbatch=MicrobatchId(e), path=origin.path)
-        for origin in assign.evaluation_origins
-        for e in range(origin.microbatch, asked.num_microbatches, assign.num_evaluation_paths)
+        Origin(microbatch=MicrobatchId(e), path=paths[MicrobatchId(way)])
+        for e, way in enumerate(asked.ways(assign.num_evaluation_paths))
+        if way in paths
     )
 
 

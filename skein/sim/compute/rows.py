@@ -86,5 +86,5 @@ def picked_by(
     hidden = generator.normal(size=(num_rows, _HIDDEN)) + labels[:, None]
     errors = generator.normal(size=(num_rows, _CLASSES))
     errors[_ODD_ROW :: 10 if version % _OFTEN_ODD == _OFTEN_ODD - 1 else num_rows] = np.nan
-    picking = Picking.at(job.data.coreset, version, num_rows=num_rows)
-    return pick_candidates(last_layer(hidden[ids], errors[ids]), labels[ids], ids, picking, num_rows=num_rows)
+    picking = Picking.at(job.data.coreset, version, num_rows=num_rows, block_rows=size)
+    return pick_candidates(last_layer(hidden[ids], errors[ids]), labels[ids], ids, picking)

@@ -1166,6 +1166,7 @@ class CandidatesPicked(_message.Message):
     FARNESS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     ROW_FIELD_NUMBER: _builtins.int
+    CHANCE_FARNESS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     version: _builtins.int
     part: _builtins.int
@@ -1173,7 +1174,7 @@ class CandidatesPicked(_message.Message):
     ids: _builtins.bytes
     """int32, little-endian, as all that follows."""
     sizes: _builtins.bytes
-    """float32: how many rows each stands for."""
+    """float32: how many rows each stands for; 0: it is a witness, by which the choice is measured."""
     num_set_aside: _builtins.int
     """Rows of all parts whose features are not finite."""
     farness: _builtins.float
@@ -1181,6 +1182,8 @@ class CandidatesPicked(_message.Message):
     error: _builtins.str
     row: _builtins.int
     """Of an array, whose model has picked; else 0."""
+    chance_farness: _builtins.float
+    """Distance from the worker's rows to as many drawn by chance, summed, about."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of the rows of this part, in order,"""
@@ -1209,10 +1212,11 @@ class CandidatesPicked(_message.Message):
         farness: _builtins.float = ...,
         error: _builtins.str = ...,
         row: _builtins.int = ...,
+        chance_farness: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "error", b"error", "factors", b"factors", "farness", b"farness", "generation", b"generation", "groups", b"groups", "ids", b"ids", "num_parts", b"num_parts", "num_set_aside", b"num_set_aside", "part", b"part", "row", b"row", "sizes", b"sizes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chance_farness", b"chance_farness", "counts", b"counts", "error", b"error", "factors", b"factors", "farness", b"farness", "generation", b"generation", "groups", b"groups", "ids", b"ids", "num_parts", b"num_parts", "num_set_aside", b"num_set_aside", "part", b"part", "row", b"row", "sizes", b"sizes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -838,6 +838,8 @@ class ChoiceStatus(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     OVERHEAD_FIELD_NUMBER: _builtins.int
     NEXT_VERSION_FIELD_NUMBER: _builtins.int
+    FARNESS_FIELD_NUMBER: _builtins.int
+    CHANCE_FARNESS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     num_picks: _builtins.int
     num_rows: _builtins.int
@@ -851,6 +853,10 @@ class ChoiceStatus(_message.Message):
     """Over the training since the choice before."""
     next_version: _builtins.int
     """When the next is due; absent: it stays."""
+    farness: _builtins.float
+    """Distance from rows to what stands for them, summed, about; absent: unknown."""
+    chance_farness: _builtins.float
+    """Of as many rows drawn by chance; absent: unknown."""
     def __init__(
         self,
         *,
@@ -863,15 +869,25 @@ class ChoiceStatus(_message.Message):
         seconds: _builtins.float = ...,
         overhead: _builtins.float | None = ...,
         next_version: _builtins.int | None = ...,
+        farness: _builtins.float | None = ...,
+        chance_farness: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_version", b"_next_version", "_overhead", b"_overhead", "next_version", b"next_version", "overhead", b"overhead"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chance_farness", b"_chance_farness", "_farness", b"_farness", "_next_version", b"_next_version", "_overhead", b"_overhead", "chance_farness", b"chance_farness", "farness", b"farness", "next_version", b"next_version", "overhead", b"overhead"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_version", b"_next_version", "_overhead", b"_overhead", "largest_weight", b"largest_weight", "next_version", b"next_version", "num_by_chance", b"num_by_chance", "num_picks", b"num_picks", "num_rows", b"num_rows", "num_set_aside", b"num_set_aside", "overhead", b"overhead", "seconds", b"seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chance_farness", b"_chance_farness", "_farness", b"_farness", "_next_version", b"_next_version", "_overhead", b"_overhead", "chance_farness", b"chance_farness", "farness", b"farness", "largest_weight", b"largest_weight", "next_version", b"next_version", "num_by_chance", b"num_by_chance", "num_picks", b"num_picks", "num_rows", b"num_rows", "num_set_aside", b"num_set_aside", "overhead", b"overhead", "seconds", b"seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__chance_farness: _TypeAlias = _typing.Literal["chance_farness"]  # noqa: Y015
+    _WhichOneofArgType__chance_farness: _TypeAlias = _typing.Literal["_chance_farness", b"_chance_farness"]  # noqa: Y015
+    _WhichOneofReturnType__farness: _TypeAlias = _typing.Literal["farness"]  # noqa: Y015
+    _WhichOneofArgType__farness: _TypeAlias = _typing.Literal["_farness", b"_farness"]  # noqa: Y015
     _WhichOneofReturnType__next_version: _TypeAlias = _typing.Literal["next_version"]  # noqa: Y015
     _WhichOneofArgType__next_version: _TypeAlias = _typing.Literal["_next_version", b"_next_version"]  # noqa: Y015
     _WhichOneofReturnType__overhead: _TypeAlias = _typing.Literal["overhead"]  # noqa: Y015
     _WhichOneofArgType__overhead: _TypeAlias = _typing.Literal["_overhead", b"_overhead"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chance_farness) -> _WhichOneofReturnType__chance_farness | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__farness) -> _WhichOneofReturnType__farness | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__next_version) -> _WhichOneofReturnType__next_version | None: ...
     @_typing.overload

@@ -570,6 +570,7 @@ class CoresetChosen(_message.Message):
     WALL_S_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_BESIDE_FIELD_NUMBER: _builtins.int
+    CHANCE_FARNESS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     version: _builtins.int
     ids: _builtins.bytes
@@ -579,7 +580,7 @@ class CoresetChosen(_message.Message):
     digest: _builtins.str
     """Hex SHA-256 of both."""
     farness: _builtins.float
-    """Distance from rows to what stands for them, summed, at most; absent: nobody knows."""
+    """Distance from rows to what stands for them, summed, about; absent: unknown."""
     num_rows: _builtins.int
     num_set_aside: _builtins.int
     num_by_chance: _builtins.int
@@ -594,6 +595,8 @@ class CoresetChosen(_message.Message):
     wall_s: _builtins.float
     num_steps_beside: _builtins.int
     """Made meanwhile: rows were compared by parameters so many versions older."""
+    chance_farness: _builtins.float
+    """Of as many rows drawn by chance; absent: unknown."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[_ids_pb2.DrawingRow]:
         """Of an array: those that draw by it."""
@@ -617,15 +620,20 @@ class CoresetChosen(_message.Message):
         wall_s: _builtins.float = ...,
         rows: _abc.Iterable[_ids_pb2.DrawingRow] | None = ...,
         num_steps_beside: _builtins.int = ...,
+        chance_farness: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_farness", b"_farness", "_overhead", b"_overhead", "farness", b"farness", "overhead", b"overhead"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chance_farness", b"_chance_farness", "_farness", b"_farness", "_overhead", b"_overhead", "chance_farness", b"chance_farness", "farness", b"farness", "overhead", b"overhead"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_farness", b"_farness", "_overhead", b"_overhead", "digest", b"digest", "farness", b"farness", "ids", b"ids", "job", b"job", "num_by_chance", b"num_by_chance", "num_faults", b"num_faults", "num_rows", b"num_rows", "num_set_aside", b"num_set_aside", "num_steps_beside", b"num_steps_beside", "overhead", b"overhead", "passes", b"passes", "rows", b"rows", "seconds", b"seconds", "sizes", b"sizes", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chance_farness", b"_chance_farness", "_farness", b"_farness", "_overhead", b"_overhead", "chance_farness", b"chance_farness", "digest", b"digest", "farness", b"farness", "ids", b"ids", "job", b"job", "num_by_chance", b"num_by_chance", "num_faults", b"num_faults", "num_rows", b"num_rows", "num_set_aside", b"num_set_aside", "num_steps_beside", b"num_steps_beside", "overhead", b"overhead", "passes", b"passes", "rows", b"rows", "seconds", b"seconds", "sizes", b"sizes", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__chance_farness: _TypeAlias = _typing.Literal["chance_farness"]  # noqa: Y015
+    _WhichOneofArgType__chance_farness: _TypeAlias = _typing.Literal["_chance_farness", b"_chance_farness"]  # noqa: Y015
     _WhichOneofReturnType__farness: _TypeAlias = _typing.Literal["farness"]  # noqa: Y015
     _WhichOneofArgType__farness: _TypeAlias = _typing.Literal["_farness", b"_farness"]  # noqa: Y015
     _WhichOneofReturnType__overhead: _TypeAlias = _typing.Literal["overhead"]  # noqa: Y015
     _WhichOneofArgType__overhead: _TypeAlias = _typing.Literal["_overhead", b"_overhead"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chance_farness) -> _WhichOneofReturnType__chance_farness | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__farness) -> _WhichOneofReturnType__farness | None: ...
     @_typing.overload

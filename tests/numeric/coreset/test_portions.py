@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from skein.config.data.coreset import CoresetSpec
-from skein.numeric.coreset.choice import choose_coreset, cover_error
+from skein.numeric.coreset import portions as portions_module
+from skein.numeric.coreset.choice import choose_by_chance, choose_coreset, cover_error
 from skein.numeric.coreset.distributed import Candidates
 from skein.numeric.coreset.features import Features, last_layer, vectors
 from skein.numeric.coreset.portions import (
@@ -38,17 +39,14 @@ def portions(num_workers: int = 4) -> dict[WorkerId, Portion]:
 
 def picking(distributed: str = "greedi") -> Picking:
     spec = CoresetSpec.model_validate({"method": "craig", "fraction": 0.1, "distributed": distributed})
-    return Picking.at(spec, 5, num_rows=NUM_ROWS)
+    return Picking.at(spec, 5, num_rows=NUM_ROWS, block_rows=BLOCK)
 
 
 def proposed(
     asked: Picking, features: Features = FEATURES, num_workers: int = 4
 ) -> dict[WorkerId, Candidates]:
     ids = {name: portion.ids for name, portion in portions(num_workers).items()}
-    return {
-        name: pick_candidates(features.take(own), GROUPS[own], own, asked, num_rows=NUM_ROWS)
-        for name, own in ids.items()
-    }
+    return {name: pick_candidates(features.take(own), GROUPS[own], own, asked) for name, own in ids.items()}
 
 
 def total(chosen: Chosen) -> float:
@@ -80,6 +78,50 @@ def test_workers_that_know_their_own_rows_alone_come_near_the_choice_of_one(
         NUM_PICKS, abs=num_workers * 4 if distributed == "local" else 0
     )
     assert not chosen.faults
+
+
+@pytest.mark.parametrize("num_rows_bytes", [None, 40_000])
+def test_the_choice_does_not_depend_on_how_many_workers_pick(
+    num_rows_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where nearly all rows are proposed nor where one for each pick is."""
+    if num_rows_bytes is not None:
+        monkeypatch.setattr(portions_module, "_MOST_PROPOSED_BYTES", num_rows_bytes)
+    names = [WorkerId(f"w{i}") for i in range(90)]
+    asked, found = picking(), []
+    for num_ways in (1, 2, 3, 7, 64, 90):
+        here = {
+            name: Portion(num_rows=NUM_ROWS, block_rows=BLOCK, num_ways=num_ways, ways=(way,))
+            for way, name in enumerate(names[:num_ways])
+        }
+        here = {name: portion for name, portion in here.items() if portion.has_rows}
+        told = {
+            name: pick_candidates(FEATURES.take(x.ids), GROUPS[x.ids], x.ids, asked)
+            for name, x in here.items()
+        }
+        found.append(choose_of_portions(here, told, asked))
+    assert len({x.choice.digest for x in found}) == 1
+    assert len({round(x.choice.error, 6) for x in found}) == 1
+    assert not any(x.faults for x in found)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.02, 0.1])
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_errors_of_a_choice_and_of_chance_are_about_what_they_are_over_all_rows(
+    share: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(portions_module, "_LEAST_PROPOSED", 100)
+    spec = CoresetSpec.model_validate({"method": "craig", "fraction": share})
+    asked = Picking.at(spec, 5, num_rows=NUM_ROWS, block_rows=BLOCK)
+    told = proposed(asked, num_workers=num_workers)
+    chosen = choose_of_portions(portions(num_workers), told, asked)
+    over_all = cover_error(FEATURES, GROUPS, chosen.choice.ids)
+    num_picks = asked.num_picks
+    draws = [choose_by_chance(GROUPS, num_picks, seed=seed).ids for seed in range(10)]
+    median = float(np.median([cover_error(FEATURES, GROUPS, ids) for ids in draws]))
+    assert chosen.choice.error == pytest.approx(over_all, rel=0.05)
+    assert chosen.chance_error == pytest.approx(median, rel=0.1)
+    assert chosen.choice.error < median
 
 
 @pytest.mark.parametrize("distributed", ["greedi", "local"])
@@ -141,13 +183,6 @@ LIES: dict[str, Callable[[Candidates], Candidates]] = {
     "other features": lambda x: replace(x, factors=(x.factors[0][:, :3],)),
     "groups without rows": lambda x: replace(x, counts={0: 3 * len(x.ids)}),
     "a group for each": lambda x: replace(x, counts=dict.fromkeys(range(9, 9 + len(x.ids)), 1)),
-    "all of its rows": lambda _: Candidates(
-        counts={0: NUM_ROWS // 4},
-        ids=portions()[NAMES[0]].ids.astype(np.int32),
-        sizes=np.ones(NUM_ROWS // 4, np.float32),
-        factors=(np.ones((NUM_ROWS // 4, 16), np.float32),),
-        num_set_aside=0,
-    ),
     "all set aside": lambda x: replace(x, num_set_aside=len(x.ids) + 10**6),
 }
 

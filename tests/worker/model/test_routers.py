@@ -241,7 +241,8 @@ def test_chance_is_that_of_the_definition_and_belongs_to_the_microbatch_and_the_
         silent.get_parameter("gate.weight").copy_(module.get_parameter("gate.weight")[: len(silent.experts)])
         for name, parameter in silent.experts.named_parameters():
             parameter.copy_(module.experts.get_parameter(name))
-        assert torch.equal(module(x), silent(x))
+        # A matrix of half as many columns is multiplied in another order on some processors.
+        assert_near(module(x), silent(x), tolerance=ROUNDING)
 
 
 class Cast(Junction):

@@ -85,9 +85,7 @@ class Evaluations:
             return
         for stage in (chunk.stage.index for chunk in assign.chunks):
             num_scored = len(pipeline.evaluation_loss(stage, asked.phase)[0])
-            expected = pipeline.expected_evaluations(
-                stage, asked.num_microbatches, assign.num_evaluation_paths
-            )
+            expected = pipeline.expected_evaluations(stage, asked, assign.num_evaluation_paths)
             reported = (asked.phase, stage)
             if num_scored and num_scored >= expected and reported not in self._reported:
                 self._reported.add(reported)

@@ -5,6 +5,7 @@ from math import ceil
 
 from skein.config.job import with_steps
 from skein.errors import UserError
+from skein.numeric.coreset.portions import num_parts_of
 from skein.numeric.coreset.room import MOST_FEATURE_BYTES, feature_bytes, no_room
 from skein.plan.admission import check_admissible
 from skein.plan.plan import Plan
@@ -61,7 +62,9 @@ def room_doubt(job: JobHistory, plan: Plan, num_train_samples: int) -> str | Non
     if not spec.follows_model or not ends:
         return None
     num_models = 1 if spec.is_shared else max(1, len(job.spec.rows))
-    num_rows = ceil(num_train_samples * max(Counter(ends).values()) / len(ends))
+    num_parts = num_parts_of(ceil(num_train_samples / job.spec.batch.microbatch_samples), num_train_samples)
+    most_parts = min(num_parts, ceil(num_parts / len(ends)) * max(Counter(ends).values()))
+    num_rows = ceil(num_train_samples * most_parts / num_parts)
     num_bytes = num_models * feature_bytes(job.spec.model, spec, num_rows)
     if num_bytes <= MOST_FEATURE_BYTES:
         return None

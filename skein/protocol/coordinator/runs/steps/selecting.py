@@ -279,7 +279,12 @@ class Selecting(RunPart):
                 run=self._job.job,
                 portions=self._proposals.portions,
                 proposed=self._proposals.of_row(row),
-                picking=Picking.at(self._job.spec.data.coreset, step, num_rows=self._num_rows),
+                picking=Picking.at(
+                    self._job.spec.data.coreset,
+                    step,
+                    num_rows=self._num_rows,
+                    block_rows=self._job.spec.batch.microbatch_samples,
+                ),
             )
         )
 
