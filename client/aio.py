@@ -5,50 +5,50 @@
         async for event in job.events():
             ...
 
-Statuses and events are the dataclasses of `skein.wire.views`, errors those of `client.errors`.
+Statuses and events are the dataclasses of `skein.wire.views`, errors those of `client.errors`. What submitting and
+exporting need is imported when they are called.
 """
+
+from __future__ import annotations
 
 import asyncio
 import secrets
 import tempfile
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from client.connection import DEFAULT_TARGET, PATIENCE_S, Connection
-from client.exporting.card import model_card, trained
-from client.exporting.download import OnBytes, fetch_weights, weight_prefixes
-from client.exporting.export import Dtype, require_unused, write_huggingface
-from client.exporting.vocabulary import vocabulary_of
-from client.jobfile import prepare_job, read_job, read_job_text
-from skein.config.explain import Words
-from skein.config.job import ArrayJob, JobSpec, read_spec
-from skein.config.sweep.trials import trials_of
 from skein.errors import UserError
-from skein.protocol.log.records import Incident
-from skein.topology.fleet import Link
 from skein.types import JobId, Step
 from skein.wire import codec
 from skein.wire.channel import join_address, split_address
 from skein.wire.credentials import Credentials, Wallet
-from skein.wire.identity.passport import Passport
-from skein.wire.shown.points import Course
 from skein.wire.v1 import checkpoint_pb2, identity_pb2, jobs_pb2
-from skein.wire.views import (
-    CheckpointView,
-    EvaluationFinished,
-    JobEvent,
-    JobStatus,
-    Key,
-    KnownIdentity,
-    PageLink,
-    StepFinished,
-    TrialStatus,
-    VersionReply,
-    WorkerStatus,
-)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from client.exporting.download import OnBytes
+    from client.exporting.export import Dtype
+    from skein.config.job import JobSpec
+    from skein.protocol.log.records import Incident
+    from skein.topology.fleet import Link
+    from skein.wire.greeting import VersionReply
+    from skein.wire.identity.passport import Passport
+    from skein.wire.views import (
+        CheckpointView,
+        EvaluationFinished,
+        JobEvent,
+        JobStatus,
+        Key,
+        KnownIdentity,
+        PageLink,
+        StepFinished,
+        TrialStatus,
+        WorkerStatus,
+    )
 
 TIMEOUT_S = 10.0
 MAX_SHARD_BYTES = 5 * 10**9
@@ -85,6 +85,14 @@ class JobPage:
     before: str
     num_jobs: int
     """All jobs that the caller may see."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRows:
+    """Rows of several pages of a list, oldest first, and how many jobs the caller may see."""
+
+    jobs: tuple[jobs_pb2.JobStatus, ...]
+    num_jobs: int
 
 
 class AsyncClient:
@@ -146,7 +154,7 @@ class AsyncClient:
         key: str | None = None,
         from_job: str | None = None,
         from_version: int | None = None,
-    ) -> "AsyncJob":
+    ) -> AsyncJob:
         """Hands a job in; gives it, whether this call made it or an earlier one with the same `key`.
 
         Args:
@@ -170,18 +178,14 @@ class AsyncClient:
         reply = codec.SUBMIT_REPLY.decode(await self._connection.call(lambda at: at.jobs.Submit, request))
         return AsyncJob(self._connection, reply.job, is_new=reply.is_new)
 
-    def job(self, job: str) -> "AsyncJob":
+    def job(self, job: str) -> AsyncJob:
         """The job of that id; nobody is asked whether it exists."""
         return AsyncJob(self._connection, JobId(job), is_new=False)
 
     async def jobs(self, *, is_going: bool = False) -> tuple[JobStatus, ...]:
         """All jobs, or those that have not ended, oldest first; their specifications are not among what is told."""
-        page = await self.job_page(is_going=is_going)
-        pages = [page.jobs]
-        while page.before:
-            page = await self.job_page(before=page.before, is_going=is_going)
-            pages.append(page.jobs)
-        return tuple(job for jobs in reversed(pages) for job in jobs)
+        rows = await self.job_rows(is_going=is_going)
+        return tuple(codec.JOB_STATUS.decode(row) for row in rows.jobs)
 
     async def job_page(
         self, *, limit: int = 0, before: str = "", has_ended: bool = False, is_going: bool = False
@@ -198,6 +202,23 @@ class AsyncClient:
         reply = await self._connection.call(lambda at: at.jobs.List, request)
         jobs = tuple(codec.JOB_STATUS.decode(job) for job in reply.jobs)
         return JobPage(jobs=jobs, before=reply.before, num_jobs=reply.num_jobs)
+
+    async def job_rows(
+        self, *, limit: int | None = None, has_ended: bool = False, is_going: bool = False
+    ) -> JobRows:
+        """The newest jobs, so many or all, oldest first, as the coordinator's messages have them."""
+        rows: list[jobs_pb2.JobStatus] = []
+        before = ""
+        while True:
+            left = 0 if limit is None else limit - len(rows)
+            request = jobs_pb2.ListJobsRequest(
+                limit=left, before=before, has_ended=has_ended, is_going=is_going
+            )
+            reply = await self._connection.call(lambda at: at.jobs.List, request)
+            rows[:0] = reply.jobs
+            before = reply.before
+            if not before or (limit is not None and len(rows) >= limit):
+                return JobRows(jobs=tuple(rows), num_jobs=reply.num_jobs)
 
     async def workers(self) -> tuple[WorkerStatus, ...]:
         """All workers by id, those lost lately included."""
@@ -291,7 +312,7 @@ class AsyncClient:
         version: int | None = None,
         trial: int | Literal["best"] | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
-        dtype: Dtype = Dtype.FP32,
+        dtype: Dtype | None = None,
         on_bytes: OnBytes | None = None,
     ) -> Exported:
         """Writes a checkpoint's weights as a Hugging Face directory; see `client.exporting.export.write_huggingface`.
@@ -304,7 +325,7 @@ class AsyncClient:
             version: after how many steps; by default the newest checkpoint.
             trial: of a sweep, by number, or the best one.
             max_shard_bytes: size of the weight files.
-            dtype: of the weights.
+            dtype: of the weights; by default float32.
             on_bytes: told how many bytes of how many were downloaded, whenever there are more.
 
         Raises:
@@ -312,6 +333,14 @@ class AsyncClient:
             UserError: `out` is in use or cannot be written.
             RemoteError: a file is not what was saved.
         """
+        from client.exporting.card import model_card, trained
+        from client.exporting.download import fetch_weights, weight_prefixes
+        from client.exporting.export import Dtype, require_unused, write_huggingface
+        from client.exporting.vocabulary import vocabulary_of
+        from skein.config.job import read_spec
+        from skein.config.sweep.trials import trials_of
+
+        dtype = dtype or Dtype.FP32
         require_unused("out", out)  # not only after the download
         status = await self.job(job).status()
         chosen = _trial_of(status, trial)
@@ -357,6 +386,9 @@ class AsyncClient:
 
 def _trial_of(status: JobStatus, trial: int | Literal["best"] | None) -> TrialStatus | None:
     """Trial that an export is of; None: of a job that is no sweep."""
+    from skein.config.explain import Words
+    from skein.config.job import ArrayJob, read_spec
+
     if isinstance(read_spec(status.spec), ArrayJob):
         raise UserError("job", status.job, "is an array of trials: give its sweep, and --trial N or best")
     if trial is None and not status.trials:
@@ -445,6 +477,8 @@ class AsyncJob:
 
     async def metrics(self) -> Metrics:
         """Loss, gradient norm, rates and the like of every step and evaluation that counts so far."""
+        from skein.wire.shown.points import Course
+
         course = Course(await self.history())
         return Metrics(steps=course.steps, evaluations=course.evaluations)
 
@@ -459,6 +493,9 @@ def _page_url(page: PageLink, *, reached: str) -> str:
 
 
 def _spec_of(job: JobSpec | Path | str) -> JobSpec:
+    from client.jobfile import prepare_job, read_job, read_job_text
+    from skein.config.job import JobSpec
+
     match job:
         case JobSpec():
             return prepare_job(job, base=Path())

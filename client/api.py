@@ -8,19 +8,24 @@ The same as `client.aio`, which it drives on a loop of its own; use that one ins
 the dataclasses of `skein.wire.views`, errors those of `client.errors`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import ExitStack
 from functools import wraps
-from pathlib import Path
-from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from client.aio import TIMEOUT_S, AsyncClient, AsyncJob
 from client.connection import DEFAULT_TARGET, PATIENCE_S
-from skein.config.job import JobSpec
-from skein.wire.identity.passport import Passport
-from skein.wire.views import JobEvent, Key
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from skein.config.job import JobSpec
+    from skein.wire.identity.passport import Passport
+    from skein.wire.views import JobEvent, Key
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -33,7 +38,7 @@ _END_S = 2.0
 class _Blocking(Generic[A]):
     """An asyncio client or job, and the loop that it is driven on."""
 
-    def __init__(self, loop: "_Loop", driven: A) -> None:
+    def __init__(self, loop: _Loop, driven: A) -> None:
         self._loop = loop
         self._driven = driven
 
@@ -95,12 +100,12 @@ class Client(_Blocking[AsyncClient]):
         key: str | None = None,
         from_job: str | None = None,
         from_version: int | None = None,
-    ) -> "Job":
+    ) -> Job:
         """Hands a job in: a specification, the path of a job file, or YAML text; perhaps to begin from another job."""
         submitted = self._driven.submit(job, key=key, from_job=from_job, from_version=from_version)
         return Job(self._loop, self._loop.run(submitted))
 
-    def job(self, job: str) -> "Job":
+    def job(self, job: str) -> Job:
         """The job of that id; nobody is asked whether it exists."""
         return Job(self._loop, self._driven.job(job))
 
@@ -108,6 +113,7 @@ class Client(_Blocking[AsyncClient]):
     weigh = _blocks(AsyncClient.weigh)
     jobs = _blocks(AsyncClient.jobs)
     job_page = _blocks(AsyncClient.job_page)
+    job_rows = _blocks(AsyncClient.job_rows)
     workers = _blocks(AsyncClient.workers)
     num_known_workers = _blocks(AsyncClient.num_known_workers)
     links = _blocks(AsyncClient.links)

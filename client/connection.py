@@ -4,13 +4,15 @@ Rules: the first call finds out whether the two speak the same protocol. Before 
 told at once, for then the address is probably wrong; afterwards it is probably a restart, and calls are made again
 until `patience_s` is over. That is safe because every call of ours may be made twice. Where there are several
 addresses, or a standby names another one, calls go to the one that leads.
+
+Modules that take long to import are imported where they are used: a command that lists jobs waits for each of them.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import grpc
 from grpc import aio
@@ -20,11 +22,13 @@ from skein.errors import UserError
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
 from skein.wire.credentials import Credentials
-from skein.wire.extra import Coordinators, GetRequest
-from skein.wire.identity.enrolling import learn_coordinators, renewed_if_due
+from skein.wire.greeting import Coordinators, VersionReply
 from skein.wire.leader import find_leader, named_leader, split_addresses, with_addresses
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, identity_pb2_grpc, jobs_pb2, jobs_pb2_grpc
-from skein.wire.views import JobEvent, Key, VersionReply
+
+if TYPE_CHECKING:
+    from skein.wire.extra import GetRequest
+    from skein.wire.views import JobEvent, Key
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -122,6 +126,8 @@ class Connection:
         if now_s < max(wallet.passport.renewal_s(), self._renewed_s + _RENEW_AGAIN_S):
             return
         self._renewed_s = now_s
+        from skein.wire.identity.enrolling import renewed_if_due
+
         fresh = await renewed_if_due(wallet.passport, clock=time.time)
         if fresh != wallet.passport:
             wallet.take(fresh)
@@ -158,6 +164,8 @@ class Connection:
         """Know all coordinators from now on, and have the identity's file name them: one of them may lead next."""
         self._addresses = with_addresses(self._addresses, coordinators.addresses)
         if (wallet := self._credentials.wallet) is not None:
+            from skein.wire.identity.enrolling import learn_coordinators
+
             learn_coordinators(wallet, coordinators)
 
     async def call(
@@ -193,8 +201,8 @@ class Connection:
         return CallPatience(self, self._patience_s if self._version is not None else 0.0)
 
     async def watch(
-        self, job: str, *, since: Key = (0, 0), is_following: bool = True
-    ) -> AsyncGenerator[JobEvent, None]:
+        self, job: str, *, since: "Key" = (0, 0), is_following: bool = True
+    ) -> "AsyncGenerator[JobEvent, None]":
         """Events of `job` after the one with key `since`, each once and in order.
 
         New events follow until the job ends; without `is_following`, there are only those known now.
@@ -224,7 +232,7 @@ class Connection:
             except aio.AioRpcError as error:
                 await patience.endure(error)
 
-    async def file_parts(self, request: GetRequest) -> AsyncGenerator[checkpoint_pb2.GetPart, None]:
+    async def file_parts(self, request: "GetRequest") -> AsyncGenerator[checkpoint_pb2.GetPart, None]:
         """The parts of a checkpoint's file, in one try.
 
         Raises:

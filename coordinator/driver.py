@@ -50,7 +50,8 @@ from skein.protocol.log.records import CheckpointCommitted, Record
 from skein.protocol.messages.directives import Refused
 from skein.protocol.messages.reports import Hello, Report
 from skein.types import Incarnation, JobId, JobState, WorkerId
-from skein.wire.extra import Coordinators, LogLevel, LogLine
+from skein.wire.extra import LogLevel, LogLine
+from skein.wire.greeting import Coordinators
 
 MAX_WAITING = 8192
 """Events that may wait in the inbox; streams are read no further until there is room."""

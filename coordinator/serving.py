@@ -43,7 +43,7 @@ from skein.storage.places import ANYWHERE, Places
 from skein.types import Epoch
 from skein.wire.channel import is_loopback, split_address
 from skein.wire.credentials import NO_CREDENTIALS
-from skein.wire.extra import Coordinators
+from skein.wire.greeting import Coordinators
 from skein.wire.identity.authority import Authority
 from skein.wire.identity.names import Caller
 from skein.wire.process.files import raise_open_files

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 
 from skein.types import Incarnation, WorkerId
-from skein.wire.codec import Downward
+from skein.wire.extra import Downward
 
 MAX_WAITING = 1024
 """A worker that lets so many directives wait does not read; its stream is closed and it may open another."""

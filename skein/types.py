@@ -71,6 +71,8 @@ class Precision(StrEnum):
         return 2 if self is Precision.BF16 else self.word_bytes
 
 
+MOST_STEPS = 100_000_000
+"""Steps that a budget may have."""
 DEFAULT_NAMESPACE = "default"
 """Namespace of whoever names none."""
 

@@ -68,9 +68,8 @@ _VERBS: Verbs = {
     **_of("client.cli.demo", {"demo": "Train, export and sample a small model, all on this machine."}),
     **_group("coordinator", "The service that decides.", {"up": _UP_COORDINATOR}),
     **_group("worker", "The daemon that trains.", {"up": _UP_WORKER}),
-    **_of(
-        "client.cli.job.jobs", {"submit": "Hand in a job.", "jobs": "List jobs.", "status": "Show one job."}
-    ),
+    **_of("client.cli.job.jobs", {"submit": "Hand in a job.", "status": "Show one job."}),
+    **_of("client.cli.job.listing", {"jobs": "List jobs."}),
     **_of("client.cli.job.queue", {"queue": "List jobs in the order of their turn, and what they wait for."}),
     **_of("client.cli.job.sweep", {"sweep": "List a job's trials, and which is the best."}),
     **_of("client.cli.job.logs", {"logs": "Tell the story of a job."}),

@@ -22,7 +22,7 @@ from client.cli.job.files import outline
 from client.cli.job.follow import JobProgress, follow_events, view_for
 from client.cli.job.jobs import JobFailed
 from client.cli.options import json_option, overrides_option
-from client.cli.show import print_json
+from client.cli.tables import print_json
 from client.exporting.export import require_unused
 from client.given import ended_by
 from client.jobfile import read_job

@@ -8,7 +8,7 @@ import click
 
 from client.cli import DONE, FAILED
 from client.cli.options import connect_client, remote_command, target
-from client.cli.show import print_json
+from client.cli.tables import print_json
 from client.connection import DEFAULT_TARGET
 from client.doctor.answers import look_at_link, look_at_peers, look_at_version
 from client.doctor.certificates import look_at_identity

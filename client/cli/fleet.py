@@ -7,7 +7,8 @@ import click
 
 from client.api import Client
 from client.cli.options import connect_client, remote_command
-from client.cli.show import WORKER_COLUMNS, print_json, print_listed, worker_row
+from client.cli.show import WORKER_COLUMNS, worker_row
+from client.cli.tables import print_json, print_listed
 from skein.errors import SkeinError
 from skein.topology.fleet import Link
 from skein.units import format_bytes

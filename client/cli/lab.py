@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from client.cli.options import COORDINATOR_VARIABLE, json_option
-from client.cli.show import print_json, print_table
+from client.cli.tables import print_json, print_table
 from client.lab.control import Ask, Cut, Heal, LabStatus, LinkStatus, NoLab, Request, Slow, ask
 from client.lab.measure import measure_direction
 from client.lab.preset import PRESETS, parse_rate

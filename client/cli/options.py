@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
@@ -13,9 +14,10 @@ from client.api import Client
 from client.connection import DEFAULT_TARGET
 from skein.errors import UserError
 from skein.units import parse_bytes, parse_seconds
-from skein.wire.identity.enrolling import renewed_if_due
-from skein.wire.identity.passport import Passport
 from skein.wire.process.config_dir import IDENTITY_VARIABLE, default_identity_file
+
+if TYPE_CHECKING:
+    from skein.wire.identity.passport import Passport
 
 COORDINATOR_VARIABLE = "SKEIN_COORDINATOR"
 
@@ -51,6 +53,8 @@ def _joined(given: Target, *, is_named: bool) -> Target:
     file = given.identity_file or (default_identity_file() if default_identity_file().exists() else None)
     if file is None:
         return given
+    from skein.wire.identity.passport import Passport
+
     addresses = Passport.load(file).addresses
     if not is_named:
         return replace(given, coordinator=addresses or given.coordinator, identity_file=file)
@@ -86,7 +90,7 @@ def connect_client() -> Client:
     return Client(given.coordinator, passport=_passport(given.identity_file), timeout_s=timeout_s)
 
 
-def _passport(file: Path | None) -> Passport | None:
+def _passport(file: Path | None) -> "Passport | None":
     """The identity in a file, renewed where that is due.
 
     Raises:
@@ -95,6 +99,9 @@ def _passport(file: Path | None) -> Passport | None:
     """
     if file is None:
         return None
+    from skein.wire.identity.enrolling import renewed_if_due
+    from skein.wire.identity.passport import Passport
+
     kept = Passport.load(file)
     passport = asyncio.run(renewed_if_due(kept, clock=time.time)) if kept.enrol_addresses else kept
     if passport != kept:

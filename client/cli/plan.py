@@ -116,7 +116,7 @@ def _tell(
     hunted: Hunted, order: Order, *, out: Path | None, plot: Path | None, all_paths: bool, is_json: bool
 ) -> None:
     """Prints the report and writes the files."""
-    from client.cli.show import print_json
+    from client.cli.tables import print_json
     from client.planning.text import report_lines
 
     case, standing = hunted.case, hunted.standing

@@ -13,7 +13,8 @@ from client.api import Client
 from client.cli import DONE, INTERRUPTED
 from client.cli.job.curve import LINES_S, REFRESH_S, wait_for_look
 from client.cli.options import connect_client, remote_command
-from client.cli.show import JOB_COLUMNS, WORKER_COLUMNS, job_row, print_json, worker_row
+from client.cli.show import WORKER_COLUMNS, worker_row
+from client.cli.tables import JOB_COLUMNS, job_row, print_json
 from skein.types import JobState
 from skein.units import counted
 from skein.wire.views import JobStatus, WorkerState, WorkerStatus

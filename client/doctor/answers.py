@@ -13,7 +13,8 @@ from skein.errors import UserError
 from skein.topology.fleet import Link
 from skein.units import format_bytes
 from skein.wire.channel import split_address
-from skein.wire.views import VersionReply, WorkerState, WorkerStatus
+from skein.wire.greeting import VersionReply
+from skein.wire.views import WorkerState, WorkerStatus
 
 MAX_SKEW_S, HOPELESS_SKEW_S = 2.0, 60.0
 MIN_BYTES_PER_S = 1e6

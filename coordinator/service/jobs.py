@@ -32,10 +32,11 @@ from skein.storage.places import Places
 from skein.types import JobId, Step, WorkerId
 from skein.wire import codec
 from skein.wire.context import Context
+from skein.wire.greeting import VersionReply
 from skein.wire.identity.names import caller_of
 from skein.wire.mapping import check_request
 from skein.wire.v1 import jobs_pb2, jobs_pb2_grpc, log_pb2
-from skein.wire.views import JobStatus, SubmitReply, VersionReply
+from skein.wire.views import JobStatus, SubmitReply
 
 MAX_SPEC_BYTES = 1 << 20
 MAX_KEY_CHARACTERS = 256

@@ -27,7 +27,7 @@ from skein.model.layers import LayerSpec, layers_of
 from skein.model.rows import VocabularySpec, VocabularySplit
 from skein.model.table import ModelSpec
 from skein.spec import Spec
-from skein.types import Layout, Precision
+from skein.types import MOST_STEPS, Layout, Precision
 
 Name = Annotated[
     str,
@@ -113,9 +113,6 @@ class ParallelSpec(Spec):
     def is_cut(self) -> bool:
         """Whether a microbatch goes through more than one stage, that of the head alone included."""
         return self.num_stages + self.layout.num_head_stages > 1
-
-
-MOST_STEPS = 100_000_000
 
 
 class BudgetSpec(Spec):

@@ -10,7 +10,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import grpc
 from grpc import aio
@@ -20,9 +20,11 @@ from skein.types import WorkerId
 from skein.wire.credentials import NO_CREDENTIALS, Credentials, Wallet
 from skein.wire.identity.callers import NamedCallers
 from skein.wire.identity.names import COORDINATOR, Caller, worker_caller
-from skein.wire.identity.passport import Passport
 from skein.wire.process.files import max_connections
 from skein.wire.serving.reading import Readable
+
+if TYPE_CHECKING:
+    from skein.wire.identity.passport import Passport
 
 Option = tuple[str, int]
 
@@ -226,7 +228,7 @@ def news_of(wallet: Wallet) -> Callable[[], grpc.ServerCertificateConfiguration 
     return news
 
 
-def _shown_by(passport: Passport) -> grpc.ServerCertificateConfiguration:
+def _shown_by(passport: "Passport") -> grpc.ServerCertificateConfiguration:
     pair = (passport.key.encode(), passport.certificate.encode())
     return grpc.ssl_server_certificate_configuration([pair], passport.authority.encode())
 

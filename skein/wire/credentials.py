@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from skein.wire.identity.passport import Passport
+if TYPE_CHECKING:
+    from skein.wire.identity.passport import Passport
 
 
 class Wallet:
     """Passport of a process, renewed while that runs; `path`: the file that keeps it."""
 
-    def __init__(self, passport: Passport, path: Path | None = None) -> None:
+    def __init__(self, passport: "Passport", path: Path | None = None) -> None:
         self.passport = passport
         self._path = path
 
@@ -17,7 +19,7 @@ class Wallet:
         """Open connections with this certificate of the same key from now on."""
         self.take(replace(self.passport, certificate=certificate))
 
-    def take(self, passport: Passport) -> None:
+    def take(self, passport: "Passport") -> None:
         """Open connections by this passport, with the next certificate of the same key, from now on."""
         self.passport = passport
         if self._path is not None:

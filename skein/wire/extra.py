@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from skein.protocol.log.records import StageFiles
+from skein.protocol.messages.directives import Directive
+from skein.protocol.messages.reports import Report
 from skein.protocol.messages.tensors import Envelope, Refusal
 from skein.types import Incarnation, JobId, StageIndex, Step, WorkerId
+from skein.wire.greeting import Coordinators
 
 # --- control ---
 
@@ -36,14 +39,6 @@ class LogLines:
     """Lines of a worker's log on their way to `skein logs`. Losing them changes nothing."""
 
     lines: tuple[LogLine, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coordinators:
-    """host:port of each coordinator that leads or stands by, the leader's first; and where newcomers enrol."""
-
-    addresses: tuple[str, ...] = ()
-    enrol_addresses: tuple[str, ...] = ()
 
 
 # --- tensors ---
@@ -349,3 +344,9 @@ class CarriedBytes:
 
 
 CarryPart = CallPeer | AnswerCall | CarriedBytes
+
+Upward = Report | LogLines
+"""Messages that a control stream carries up."""
+
+Downward = Directive | Coordinators
+"""Messages that a control stream carries down."""

@@ -18,6 +18,7 @@ A value that comes from elsewhere and does not fit raises `RemoteError`; so does
 """
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
@@ -57,14 +58,24 @@ _KINDS = {
 class Codec(Generic[D, M]):
     """Maps values of one dataclass, or of a union of dataclasses, to one message type.
 
+    `hint` is the type, or where it is found: module and name, with a dot between.
+
     A union's message has a single oneof named `body`. With `is_ours` numbers may be whatever fits: what this process
     has written it can read again, whichever release it was.
     """
 
-    def __init__(self, hint: type[D] | UnionType, message: type[M], *, is_ours: bool = False) -> None:
-        self.hint: object = hint
+    def __init__(self, hint: type[D] | UnionType | str, message: type[M], *, is_ours: bool = False) -> None:
+        self._hint: object = hint
         self.message = message
         self._is_ours = is_ours
+
+    @property
+    def hint(self) -> object:
+        """The type, which is imported now if it was given by its name."""
+        if isinstance(self._hint, str):
+            module, _, name = self._hint.rpartition(".")
+            self._hint = getattr(importlib.import_module(module), name)
+        return self._hint
 
     def encode(self, value: D) -> M:
         """The message of `value`."""

@@ -15,7 +15,6 @@ from skein.topology.fleet import Profile
 from skein.types import (
     DEFAULT_NAMESPACE,
     Condition,
-    Epoch,
     Generation,
     JobId,
     JobState,
@@ -24,7 +23,7 @@ from skein.types import (
     Step,
     WorkerId,
 )
-from skein.wire.extra import Coordinators, LogLine
+from skein.wire.extra import LogLine
 
 
 class WorkerState(StrEnum):
@@ -68,22 +67,6 @@ class KnownIdentity:
     since_s: float
     ends_s: float
     revoked_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionReply:
-    """Protocol version, release, epoch and clock of the coordinator, and the ballast that was asked for.
-
-    Args:
-        wall_s: seconds since 1970; 0 from an older release, which does not say.
-    """
-
-    protocol_version: int
-    release: str
-    epoch: Epoch
-    wall_s: float = 0.0
-    ballast: bytes = b""
-    coordinators: Coordinators | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

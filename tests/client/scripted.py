@@ -28,6 +28,7 @@ from skein.wire.channel import bind, open_server
 from skein.wire.credentials import NO_CREDENTIALS, Credentials
 from skein.wire.extra import FileData, FileEnd, GetStart, LogLevel, LogLine, ManifestReply
 from skein.wire.failures import refuse
+from skein.wire.greeting import VersionReply
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from skein.wire.views import (
     CheckpointView,
@@ -43,7 +44,6 @@ from skein.wire.views import (
     StepFinished,
     SubmitReply,
     TransferTimes,
-    VersionReply,
     WorkerState,
     WorkerStatus,
 )

@@ -23,6 +23,37 @@ def skein(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([*SKEIN, *arguments], capture_output=True, text=True, check=False)
 
 
+HEAVY = (
+    "numpy",
+    "pydantic",
+    "cryptography",
+    "rich",
+    "skein.config.job",
+    "skein.plan.plan",
+    "skein.wire.views",
+)
+"""Packages whose imports take most of a client's time."""
+
+
+@pytest.mark.parametrize("module", ["client.api", "client.cli", "client.cli.job.listing"])
+def test_a_list_of_jobs_waits_for_no_import_that_it_does_not_need(module: str) -> None:
+    look = f"import sys, {module}; print(*(name for name in {HEAVY} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_a_list_of_jobs_is_decoded_without_the_job_model() -> None:
+    look = (
+        "import sys; from client.cli import run; from client.cli.job import listing\n"
+        "from skein.wire.v1 import ids_pb2, jobs_pb2\n"
+        "row = jobs_pb2.JobStatus(job='a-1', state=ids_pb2.JOB_STATE_RUNNING, loss=1.5)\n"
+        "print(*listing.job_row(listing.listed_job(row)))\n"
+        f"print(*(name for name in {HEAVY} if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["a-1  running 0/0 1.5 - 0 - 0", ""]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     part([

@@ -5,11 +5,12 @@ import pytest
 from skein.config.aggregation import Gossip
 from skein.config.data.sources import DigitsSource
 from skein.config.data.spec import DataSpec
-from skein.config.job import MOST_STEPS, BudgetSpec, JobSpec, with_steps
+from skein.config.job import BudgetSpec, JobSpec, with_steps
 from skein.config.optimizer import AdamWSpec
 from skein.errors import UserError
 from skein.model.families.digits_cnn import DigitsCnnModel
 from skein.plan.admission import check_admissible
+from skein.types import MOST_STEPS
 from tests.support.jobs import small_job
 
 JOB = small_job(microbatches=4)

@@ -16,6 +16,7 @@ from skein.protocol.log.records import Record
 from skein.wire import codec
 from skein.wire.channel import Lane, open_channel
 from skein.wire.credentials import NO_CREDENTIALS, Credentials, Wallet
+from skein.wire.extra import Downward, Upward
 from skein.wire.identity.passport import Passport
 from skein.wire.v1 import control_pb2, control_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import WAIT_S, job_spec, plan_at_once
@@ -71,10 +72,10 @@ class ScriptedWorker:
     def __init__(self, channel: aio.Channel) -> None:
         self.call = control_pb2_grpc.ControlStub(channel).Session()  # type: ignore[call-arg]
 
-    async def say(self, report: codec.Upward) -> None:
+    async def say(self, report: Upward) -> None:
         await self.call.write(codec.REPORT.encode(report))
 
-    async def hear(self) -> codec.Downward:
+    async def hear(self) -> Downward:
         message = await self.call.read()
         assert isinstance(message, control_pb2.Directive), "the stream has ended"
         return codec.DIRECTIVE.decode(message)

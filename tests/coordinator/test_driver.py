@@ -39,7 +39,7 @@ from skein.protocol.messages.directives import (
 from skein.protocol.messages.reports import Beat, ChunksReady
 from skein.protocol.messages.tensors import Phase
 from skein.types import Condition, Epoch, Incarnation, JobId, JobState, Step, WorkerId
-from skein.wire.codec import Downward
+from skein.wire.extra import Downward
 from tests.coordinator.builders import (
     MemoryLog,
     checkpointed,

@@ -29,7 +29,7 @@ from skein.protocol.messages.reports import Beat, Count
 from skein.types import Epoch, SiteId, WorkerId
 from skein.wire import codec
 from skein.wire.channel import open_enrolment_channel
-from skein.wire.extra import LogLevel, LogLine, LogLines
+from skein.wire.extra import LogLevel, LogLine, LogLines, Upward
 from skein.wire.v1 import control_pb2, jobs_pb2, jobs_pb2_grpc
 from tests.coordinator.builders import WAIT_S, eventually, hello, plan_at_once, submitted
 from tests.coordinator.serving import (
@@ -130,9 +130,7 @@ async def test_a_name_survives_a_restart_of_the_coordinator(tmp_path: Path) -> N
         replace(hello(), labels=tuple(Label(key=f"k{i}", value="v") for i in range(MAX_LABELS + 1))),
     ],
 )
-async def test_a_stream_that_begins_with_no_proper_hello_is_refused(
-    tmp_path: Path, first: codec.Upward
-) -> None:
+async def test_a_stream_that_begins_with_no_proper_hello_is_refused(tmp_path: Path, first: Upward) -> None:
     async with coordinator(tmp_path) as running, connected(running) as channel:
         worker = ScriptedWorker(channel)
         await worker.say(first)

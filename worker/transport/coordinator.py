@@ -33,10 +33,8 @@ from skein.wire.codec import (
     PUT_PART,
     PUT_REPLY,
     REPORT,
-    Upward,
 )
 from skein.wire.extra import (
-    Coordinators,
     FileData,
     FileEnd,
     GetRequest,
@@ -45,8 +43,10 @@ from skein.wire.extra import (
     ManifestRequest,
     PutPart,
     PutStart,
+    Upward,
 )
 from skein.wire.failures import describe_rpc_error
+from skein.wire.greeting import Coordinators
 from skein.wire.leader import find_leader, named_leader, with_addresses
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc, control_pb2, control_pb2_grpc
 from worker.transport.fetching.fetch import patiently

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from client.cli import DONE, FAILED
-from client.cli.show import print_json, print_listed
+from client.cli.tables import print_json, print_listed
 from skein.errors import UserError
 from skein.storage.chain import FOLDER, AuditEntry, ChainPosition, chain_files, entries, verify_chain
 from skein.wire.identity.passport import utc_text

@@ -10,7 +10,7 @@ from dataclasses import replace
 import click
 
 from client.cli.options import connect_client, remote_command
-from client.cli.show import print_json, print_listed
+from client.cli.tables import print_json, print_listed
 from skein.errors import UserError
 from skein.units import parse_seconds
 from skein.wire.identity.enrolling import enrol

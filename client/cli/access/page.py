@@ -6,7 +6,7 @@ from urllib.parse import SplitResult, urlsplit
 import click
 
 from client.cli.options import connect_client, remote_command, target
-from client.cli.show import print_json
+from client.cli.tables import print_json
 from skein.errors import UserError
 from skein.wire.channel import is_loopback, split_address
 from skein.wire.identity.passport import Passport

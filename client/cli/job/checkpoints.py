@@ -6,7 +6,7 @@ import click
 
 from client.cli import DONE, FAILED
 from client.cli.options import connect_client, remote_command
-from client.cli.show import print_listed
+from client.cli.tables import print_listed
 from skein.types import Condition
 from skein.units import format_bytes
 from skein.wire.views import CheckpointView

@@ -12,7 +12,8 @@ from rich.text import Text
 from client.api import Job
 from client.cli import DONE, INTERRUPTED
 from client.cli.options import connect_client, remote_command
-from client.cli.show import job_lines, print_json
+from client.cli.show import job_lines
+from client.cli.tables import print_json
 from client.curves.files import write_csv, write_history, write_tensorboard
 from client.curves.plot import plot
 from skein.errors import UserError

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from client.choices import choices_outline
 from client.cli.job.sweep import settings_text
 from client.cli.options import connect_client, json_option, overrides_option, remote_command, size
-from client.cli.show import count, print_json
+from client.cli.tables import count, print_json
 from client.documents import end_of_documents
 from client.exporting.export import Dtype, require_unused
 from client.jobfile import read_job

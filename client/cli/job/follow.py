@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
-from client.cli.show import count, duration, eta_s, event_text, number, steps_text
+from client.cli.show import event_text
+from client.cli.tables import count, duration, eta_s, number, steps_text
 from skein.types import Generation, JobState
 from skein.wire.views import (
     CheckpointFinished,

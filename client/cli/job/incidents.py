@@ -6,7 +6,8 @@ from collections.abc import Iterable
 import click
 
 from client.cli.options import connect_client, remote_command
-from client.cli.show import print_json, print_table, seconds_text
+from client.cli.show import seconds_text
+from client.cli.tables import print_json, print_table
 from skein.protocol.log.incident import Totals, ranges, short, total
 from skein.protocol.log.records import Incident
 from skein.units import counted

@@ -1,4 +1,4 @@
-"""`skein submit`, `jobs`, `status` and `logs`."""
+"""`skein submit` and `status`."""
 
 import sys
 from collections.abc import Sequence
@@ -18,30 +18,22 @@ from client.cli.options import connect_client, overrides_option, remote_command
 from client.cli.show import (
     COLLECTIVE_COLUMNS,
     FORM_COLUMNS,
-    JOB_COLUMNS,
     TIME_COLUMNS,
     USE_COLUMNS,
     collective_rows,
     form_rows,
     job_lines,
-    job_row,
-    print_json,
-    print_listed,
-    print_table,
     time_rows,
     use_rows,
 )
+from client.cli.tables import print_json, print_table
 from client.estimating import Expected, expected
 from client.jobfile import read_job
 from client.planning.estimates import estimate_of_job
 from skein.config.job import JobSpec
 from skein.errors import SkeinError, UserError
 from skein.types import JobState
-from skein.units import counted
 from skein.wire.views import JobEvent
-
-MOST_ENDED = 100
-"""Ended jobs in a list, unless all are asked for."""
 
 
 class JobFailed(SkeinError):
@@ -167,24 +159,6 @@ def wait_for_sweep(job: Job) -> int:
     if status.state is JobState.FAILED:
         raise JobFailed(f"job {job.id} failed: {status.reason}")
     return DONE if status.state is JobState.FINISHED else FAILED
-
-
-@remote_command
-@click.option("--all", "has_all", is_flag=True, help="List every job that has ended, too.")
-def jobs(*, has_all: bool, is_json: bool) -> None:
-    """List jobs, oldest first: all that have not ended, and the newest 100 others."""
-    with connect_client() as client:
-        if has_all:
-            found, num_more = client.jobs(), 0
-        else:
-            going, ended = client.jobs(is_going=True), client.job_page(limit=MOST_ENDED, has_ended=True)
-            # A job that ends between the two calls is in both.
-            known = {status.job: status for status in (*going, *ended.jobs)}
-            found = tuple(sorted(known.values(), key=lambda status: status.submitted_wall_s))
-            num_more = ended.num_jobs - len(found)
-    print_listed(found, JOB_COLUMNS, job_row, nothing="no jobs yet: skein submit FILE", is_json=is_json)
-    if num_more > 0:
-        click.echo(f"{counted(num_more, 'older job')} not shown: skein jobs --all", err=True)
 
 
 @remote_command

@@ -12,7 +12,8 @@ from client.api import Job
 from client.cli import DONE, INTERRUPTED
 from client.cli.job.follow import LINE_S
 from client.cli.options import connect_client, remote_command
-from client.cli.show import print_json, timed
+from client.cli.show import timed
+from client.cli.tables import print_json
 from skein.errors import UserError
 from skein.units import parse_seconds
 from skein.wire.views import JobEvent, StepFinished

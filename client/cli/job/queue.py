@@ -5,7 +5,8 @@ import time
 import click
 
 from client.cli.options import connect_client, remote_command
-from client.cli.show import duration, print_listed, quotas_text
+from client.cli.show import quotas_text
+from client.cli.tables import duration, print_listed
 from skein.wire.views import JobStatus
 
 QUEUE_COLUMNS = ("JOB", "PRIORITY", "STATE", "WORKERS", "WAITING", "WHY")

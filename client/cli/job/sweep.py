@@ -5,7 +5,7 @@ import json
 import click
 
 from client.cli.options import connect_client, remote_command
-from client.cli.show import number, print_listed, steps_text
+from client.cli.tables import number, print_listed, steps_text
 from skein.config.job import ArrayJob, read_spec
 from skein.errors import UserError
 from skein.protocol.messages.array_rounds import PassKind

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from client.cli.job.follow import LINE_S, StepsBar
-from client.cli.show import count, duration, eta_s, number
+from client.cli.tables import count, duration, eta_s, number
 from skein.types import JobState
 from skein.wire.views import JobStatus
 

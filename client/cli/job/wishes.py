@@ -9,7 +9,7 @@ from client.api import Job
 from client.cli import DONE, INTERRUPTED
 from client.cli.job.jobs import wait_for, wait_for_sweep, wait_option
 from client.cli.options import connect_client, remote_command
-from client.cli.show import print_json
+from client.cli.tables import print_json
 from skein.config.job import read_spec
 from skein.types import JobState
 from skein.wire.views import JobStatus

@@ -15,8 +15,8 @@ from skein.errors import RemoteError, SkeinError, UserError
 from skein.wire.calling import Dial, dialled
 from skein.wire.channel import Lane, open_enrolment_channel, split_address
 from skein.wire.credentials import Wallet
-from skein.wire.extra import Coordinators
 from skein.wire.failures import error_of
+from skein.wire.greeting import Coordinators
 from skein.wire.identity.joining import JoinLine
 from skein.wire.identity.names import check_name
 from skein.wire.identity.passport import Passport, key_text, new_key, utc_text

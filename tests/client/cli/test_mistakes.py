@@ -87,7 +87,7 @@ def test_error_of_our_own_is_one_line_and_its_trace_is_in_a_file(
     def break_down() -> None:
         raise ZeroDivisionError("by nought")
 
-    monkeypatch.setattr("client.cli.job.jobs.connect_client", break_down)
+    monkeypatch.setattr("client.cli.job.listing.connect_client", break_down)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert run(["jobs"]) == 1
     err = capsys.readouterr().err
@@ -100,7 +100,7 @@ def test_operating_systems_error_is_one_line(capsys: Captured, monkeypatch: pyte
     def fill_up() -> None:
         raise OSError(28, "No space left on device", "/disk/file")
 
-    monkeypatch.setattr("client.cli.job.jobs.connect_client", fill_up)
+    monkeypatch.setattr("client.cli.job.listing.connect_client", fill_up)
     assert run(["jobs"]) == 1
     assert capsys.readouterr().err == "error: /disk/file: No space left on device\n"
 
@@ -109,7 +109,7 @@ def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise click.Abort
 
-    monkeypatch.setattr("client.cli.job.jobs.connect_client", interrupt)
+    monkeypatch.setattr("client.cli.job.listing.connect_client", interrupt)
     assert run(["jobs"]) == 130
 
 
