@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 
 from coordinator.checkpoints import CheckpointStore, DamagedError
@@ -22,13 +23,21 @@ class Filing:
     def __init__(self, files: CheckpointStore) -> None:
         self._files = files
         self._turn = asyncio.Lock()
+        self._completing = asyncio.Lock()
         self._outside = Outside()
+
+    @asynccontextmanager
+    async def completing(self) -> AsyncIterator[None]:
+        """While this lasts, no other checkpoint is completed, and no other file of one is put in place."""
+        async with self._completing:
+            yield
 
     async def write_manifest(self, checkpoint: CheckpointCommitted, spec: JobSpec) -> ManifestWritten:
         """Make a checkpoint exist, if its files are what was written."""
         error = None
         try:
-            await self._ask(checkpoint.url, partial(self._files.write_manifest, checkpoint, spec))
+            async with self._completing:
+                await self._ask(checkpoint.url, partial(self._files.write_manifest, checkpoint, spec))
         except (SkeinError, OSError) as cause:
             error = str(cause)
         return ManifestWritten(checkpoint=checkpoint, error=error)

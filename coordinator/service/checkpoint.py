@@ -19,18 +19,22 @@ from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import CheckpointCommitted
 from skein.protocol.messages.directives import CheckpointFile
 from skein.storage.outside import Outside, SilentError
-from skein.types import Condition, Step
+from skein.types import Condition, JobId, Step, WorkerId
 from skein.wire import codec
 from skein.wire.channel import PART_BYTES
 from skein.wire.context import Context
 from skein.wire.extra import FileData, FileEnd, GetStart, ManifestReply, PutPart, PutReply, PutStart
-from skein.wire.identity.names import LOCAL, caller_of
+from skein.wire.identity.names import LOCAL, CallerRole, caller_of
 from skein.wire.mapping import check_request
 from skein.wire.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from skein.wire.views import CheckpointView
 
 PART_S = 60.0
 """Silence after which an upload is given up."""
+START_S = 10.0
+"""Seconds within which an upload has to say what it is of; until then it takes no place."""
+LEAST_BYTES_PER_S = 128 << 10
+"""Pace below which an upload is given up, whatever it sends meanwhile."""
 MAX_UPLOADS, MAX_OF_ONE = 32, 8
 """Uploads that are written at once, in all and of one worker; more wait for their turn."""
 _DISK = "the coordinator's checkpoints"
@@ -54,17 +58,43 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
     async def Put(
         self, request_iterator: AsyncIterator[checkpoint_pb2.PutPart], context: Context
     ) -> checkpoint_pb2.PutReply:
+        start = await _next(request_iterator, START_S)
+        if not isinstance(start, PutStart):
+            raise RemoteError(f"{type(start).__name__} before PutStart")
+        # Before it takes a place: a worker that is to save nothing keeps no other from saving.
+        self._require_saver(start, context)
         async with self._turn(context), self._uploads:
-            start = await _next(request_iterator)
-            if not isinstance(start, PutStart):
-                raise RemoteError(f"{type(start).__name__} before PutStart")
-            job = self._job(start.job, context)
-            if job.end is not None or start.version > job.version:
-                raise RemoteError(f"{start.job} takes no checkpoint of version {start.version}")
-            # What is damaged is written anew.
-            existing = None if start.version in job.damaged else _checkpoint(job, start.version)
-            reply = await self._take(start, existing, request_iterator)
+            self._require_saver(start, context)
+            seconds = PART_S + start.num_bytes / LEAST_BYTES_PER_S
+            try:
+                async with asyncio.timeout(seconds):
+                    reply = await self._take(start, context, request_iterator)
+            except TimeoutError as error:
+                reason = f"{start.num_bytes} bytes were not there after {seconds:.0f} s"
+                raise RemoteError(f"{start.name}: {reason}") from error
         return codec.PUT_REPLY.encode(reply)
+
+    def _existing(self, start: PutStart, context: Context) -> CheckpointCommitted | None:
+        """Checkpoint of the version that an upload is of, as it is now; what is damaged is written anew."""
+        job = self._job(start.job, context)
+        return None if start.version in job.damaged else _checkpoint(job, start.version)
+
+    def _require_saver(self, start: PutStart, context: Context) -> None:
+        """Returns if the job takes files of that version, from this worker if callers have names.
+
+        Raises:
+            RemoteError: it does not.
+        """
+        job, caller = self._job(start.job, context), caller_of(context)
+        if job.end is not None or start.version > job.version:
+            raise RemoteError(f"{start.job} takes no checkpoint of version {start.version}")
+        if caller is None or caller == LOCAL:
+            return
+        run = self._driver.machine.view.runs.get(job.job)
+        if run is None or (WorkerId(caller.name), start.version) not in run.savers:
+            raise RemoteError(
+                f"{caller.role} {caller.name} was not asked to save version {start.version} of {start.job}"
+            )
 
     def _turn(self, context: Context) -> asyncio.Semaphore:
         """Turn of one worker among its own uploads, so that it cannot hold up all others'."""
@@ -76,19 +106,22 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
     async def _take(
         self,
         start: PutStart,
-        existing: CheckpointCommitted | None,
+        context: Context,
         parts: AsyncIterator[checkpoint_pb2.PutPart],
     ) -> PutReply:
-        """Write a file. A checkpoint that exists stays, and a file of it must be the same."""
-        committed = _file_of(existing, start.name)
-        async with self._opened(start, replaces=existing is None) as upload:
+        """Write a file. A checkpoint that exists at the end stays, and a file of it must be the same."""
+        async with self._opened(start, replaces=self._existing(start, context) is None) as upload:
             sha256 = await self._receive(upload, parts)
             if upload.num_missing or upload.sha256 != sha256:
                 raise RemoteError(f"{start.name}: {upload.num_missing} bytes missing, or not what was sent")
-            if committed is None:
-                await self._outside.answer(upload.finish, _DISK)
-            elif committed.sha256 != sha256:
-                raise RemoteError(f"{start.name} of version {start.version} exists with other content")
+            # The checkpoint may have been committed while the file was on its way, or be about to be.
+            async with self._driver.files.completing():
+                self._require_saver(start, context)
+                committed = _file_of(self._existing(start, context), start.name)
+                if committed is None:
+                    await self._outside.answer(upload.finish, _DISK)
+                elif committed.sha256 != sha256:
+                    raise RemoteError(f"{start.name} of version {start.version} exists with other content")
         return PutReply(num_bytes=start.num_bytes, sha256=sha256)
 
     @asynccontextmanager
@@ -115,6 +148,8 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
         """Write data until FileEnd; gives the hash that was announced with it."""
         while True:
             match await _next(parts):
+                case FileData(data=b""):
+                    raise RemoteError("a part of an upload without data")
                 case FileData(data=data):
                     await self._outside.answer(partial(upload.write, data), _DISK)
                 case FileEnd(sha256=sha256):
@@ -126,6 +161,7 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
         self, request: checkpoint_pb2.GetRequest, context: Context
     ) -> AsyncIterator[checkpoint_pb2.GetPart]:
         asked = codec.GET_REQUEST.decode(request)
+        self._require_reader(asked.job, context)
         file = _file_of(_checkpoint(self._job(asked.job, context), asked.version), asked.name)
         if file is None or asked.offset > file.num_bytes:
             raise NotFoundError("file", f"{asked.job}/{asked.version}/{asked.name}", "no such file there")
@@ -139,6 +175,20 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
             reason = getattr(error, "strerror", None) or error
             raise NotFoundError("file", where, f"cannot be read: {reason}") from error
         yield codec.GET_PART.encode(FileEnd(sha256=file.sha256))
+
+    def _require_reader(self, job: JobId, context: Context) -> None:
+        """Returns if a caller may read a job's files: of workers, those that the job, or one that begins with it, has.
+
+        Raises:
+            RemoteError: it may not.
+        """
+        caller = caller_of(context)
+        if caller is None or caller.role is not CallerRole.WORKER:
+            return
+        run = self._driver.machine.view.run_of(WorkerId(caller.name))
+        begins = None if run is None else run.job.begins
+        if run is None or job not in (run.job.job, None if begins is None else begins.job):
+            raise RemoteError(f"worker {caller.name} is with no job that reads checkpoints of {job}")
 
     async def Manifest(
         self, request: checkpoint_pb2.ManifestRequest, context: Context
@@ -251,11 +301,14 @@ def _view(job: JobHistory, checkpoint: CheckpointCommitted) -> CheckpointView:
     )
 
 
-async def _next(parts: AsyncIterator[checkpoint_pb2.PutPart]) -> PutPart:
+async def _next(parts: AsyncIterator[checkpoint_pb2.PutPart], seconds: float = PART_S) -> PutPart:
+    limit: asyncio.Timeout | None = None
     try:
-        async with asyncio.timeout(PART_S):
+        async with asyncio.timeout(seconds) as limit:
             return codec.PUT_PART.decode(await anext(parts))
     except TimeoutError as error:
-        raise RemoteError(f"an upload was silent for {PART_S:.0f} s") from error
+        if limit is None or not limit.expired():
+            raise  # The bound of the whole upload.
+        raise RemoteError(f"an upload was silent for {seconds:.0f} s") from error
     except StopAsyncIteration as error:
         raise RemoteError("an upload ended before FileEnd") from error

@@ -16,6 +16,7 @@ from safetensors.numpy import save
 
 from coordinator.checkpoints import CheckpointStore, Upload
 from coordinator.service import checkpoint as checkpoint_service
+from skein.errors import RemoteError
 from skein.protocol.log.records import Record
 from skein.protocol.messages.directives import CheckpointFile
 from skein.storage.outside import Outside, Synced
@@ -134,7 +135,45 @@ class Uploading:
         return self._shown
 
 
-async def test_a_worker_that_uploads_without_end_leaves_room_for_others(tmp_path: Path) -> None:
+async def test_a_worker_that_was_not_asked_to_save_uploads_nothing_and_takes_no_place(tmp_path: Path) -> None:
+    log_with_steps(tmp_path)
+
+    async def parts() -> AsyncIterator[checkpoint_pb2.PutPart]:
+        job, version = submitted("digits-1").job, committed("", 3, wall_s=0).record.step
+        yield codec.PUT_PART.encode(PutStart(job=job, version=version, name=FILE.name, num_bytes=len(DATA)))
+        await asyncio.Event().wait()
+
+    async with coordinator(tmp_path) as running:
+        store = CheckpointStore(tmp_path / "checkpoints", reserved_bytes=0)
+        service = checkpoint_service.Checkpoint(running.driver, store)
+        for _ in range(2 * checkpoint_service.MAX_UPLOADS):
+            with pytest.raises(RemoteError, match="outsider was not asked to save version 3"):
+                await service.Put(parts(), cast(Context, Uploading("outsider")))
+
+
+async def test_an_upload_that_ends_after_the_commit_replaces_nothing(tmp_path: Path) -> None:
+    log_with_steps(tmp_path)
+    async with coordinator(tmp_path) as running, connected(running) as channel:
+        await put(channel)
+
+        async def parts() -> AsyncIterator[checkpoint_pb2.PutPart]:
+            job, version = submitted("digits-1").job, committed("", 5, wall_s=0).record.step
+            other = DATA[::-1]
+            yield codec.PUT_PART.encode(
+                PutStart(job=job, version=version, name=FILE.name, num_bytes=len(other))
+            )
+            yield codec.PUT_PART.encode(FileData(data=other))
+            running.driver.machine.history.apply(checkpointed("digits-1", 5, FILE))
+            yield codec.PUT_PART.encode(FileEnd(sha256=hashlib.sha256(other).hexdigest()))
+
+        with pytest.raises(aio.AioRpcError, match="exists with other content"):
+            await checkpoint_pb2_grpc.CheckpointStub(channel).Put(parts())
+    assert (tmp_path / "checkpoints" / "digits-1" / "v00000005" / FILE.name).read_bytes() == DATA
+
+
+async def test_a_worker_that_uploads_without_end_leaves_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log_with_steps(tmp_path)
 
     async def parts(*later: PutPart) -> AsyncIterator[checkpoint_pb2.PutPart]:
@@ -148,6 +187,7 @@ async def test_a_worker_that_uploads_without_end_leaves_room_for_others(tmp_path
     async with coordinator(tmp_path) as running:
         store = CheckpointStore(tmp_path / "checkpoints", reserved_bytes=0)
         service = checkpoint_service.Checkpoint(running.driver, store)
+        monkeypatch.setattr(service, "_require_saver", lambda *_: None)
 
         def uploads(name: str, *later: PutPart) -> "asyncio.Task[checkpoint_pb2.PutReply]":
             return asyncio.create_task(service.Put(parts(*later), cast(Context, Uploading(name))))

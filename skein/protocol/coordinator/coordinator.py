@@ -191,6 +191,7 @@ class Coordinator:
                 state=run.phase.state,
                 reason=run.reason,
                 crew=self._scheduler.crew(run.job.job),
+                savers=run.savers,
             )
             for run in self.runs
         }

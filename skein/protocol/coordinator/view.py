@@ -11,7 +11,7 @@ from skein.protocol.coordinator.sweeping.deciding import course_of, progress_wor
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.membership.membership import Entry
 from skein.topology.fleet import Link
-from skein.types import JobId, JobState, WorkerId
+from skein.types import JobId, JobState, Step, WorkerId
 from skein.units import counted
 
 _LIVELIEST = (JobState.RUNNING, JobState.PLANNING, JobState.PAUSED)
@@ -28,6 +28,8 @@ class RunView:
     reason: str
     crew: tuple[WorkerId, ...] = ()
     """Workers that are with it, sorted."""
+    savers: frozenset[tuple[WorkerId, Step]] = frozenset()
+    """Workers, each with a version of which it is to write files now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from skein.protocol.membership import membership
 from skein.protocol.messages import reports
 from skein.protocol.messages.coresets import CandidatesPicked
 from skein.protocol.rounds.round import LedgerHeard, SketchHeard
-from skein.types import Incarnation, JobState, WorkerId
+from skein.types import Incarnation, JobState, Step, WorkerId
 
 
 class Run:
@@ -273,6 +273,11 @@ class Run:
     def excluded(self) -> Collection[WorkerId]:
         """Workers that get no more work here."""
         return self._parts.blame.excluded
+
+    @property
+    def savers(self) -> frozenset[tuple[WorkerId, Step]]:
+        """Workers, each with a version of which it is to write files now."""
+        return self._parts.savings.savers
 
     @property
     def phase(self) -> phases.RunPhase:

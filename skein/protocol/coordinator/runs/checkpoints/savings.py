@@ -62,12 +62,24 @@ class Savings(RunPart):
         self._not_before = 0.0
         self._missing: dict[_Asking, set[_Part]] = {}
         self._files: dict[_Asking, dict[_Part, tuple[CheckpointFile, ...]]] = {}
+        self._savers: dict[_Asking, set[WorkerId]] = {}
+        """Workers that were asked to save, by what they were asked for."""
 
     @property
     def newest(self) -> Step:
         """Version of the newest checkpoint; older ones that are completed after it are of no use."""
         checkpoint = self._job.newest_checkpoint
         return Step(0) if checkpoint is None else checkpoint.version
+
+    @property
+    def savers(self) -> frozenset[tuple[WorkerId, Step]]:
+        """Workers, each with a version of which it is to write files now: no other worker may."""
+        return frozenset(
+            (worker, version)
+            for (generation, version), workers in self._savers.items()
+            if (generation, version) in self._missing
+            for worker in workers
+        )
 
     def is_behind(self) -> bool:
         """Whether workers hold what no checkpoint has."""
@@ -158,6 +170,9 @@ class Savings(RunPart):
         self._send({worker: parts for worker, parts in parts_by_worker.items() if parts})
 
     def _send(self, parts_by_worker: Mapping[WorkerId, list[_Part]]) -> None:
+        asking = (self._job.generation, self._job.version)
+        self._savers = {asked: workers for asked, workers in self._savers.items() if asked in self._missing}
+        self._savers.setdefault(asking, set()).update(parts_by_worker)
         for worker, parts in sorted(parts_by_worker.items()):
             save = Save(
                 version=self._job.version,
