@@ -11,6 +11,7 @@ NAMES = (
     "detect",
     "devices",
     "hostile",
+    "log",
     "lying",
     "meshes",
     "overhead",

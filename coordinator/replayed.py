@@ -2,7 +2,7 @@
 
 Rules of this file
 - A snapshot is made by the code that starts a coordinator: it takes up the snapshot before, replays the entries since,
-  and writes what has changed. So a start from a snapshot and a replay of everything are one computation.
+  and writes the jobs that have changed. So a start from a snapshot and a replay of everything are one computation.
 - The coordinator that serves is never asked for it: a snapshot is made on a thread of its own, of a state of its own.
 - Ended jobs are let go of once a snapshot has them, and read from there (`skein.protocol.log.shelved`).
 """
@@ -88,13 +88,13 @@ def _card_shape() -> TextShape[JobCard]:
 
 @cache
 def snapshot_layout() -> str:
-    """Digest of how this release lays out a snapshot: it changes with each field of what is kept."""
+    """Digest of how this release lays out a snapshot: it changes with each field of the state."""
     shapes = (_state_shape(), _body_shape(), _card_shape())
     return hashlib.sha256("\n".join(shape.words for shape in shapes).encode()).hexdigest()
 
 
 class Shelf:
-    """Ended jobs of one snapshot; those that were read last stay in memory."""
+    """Ended jobs of one snapshot; the most recently read stay in memory."""
 
     def __init__(self, snapshot: LogSnapshot) -> None:
         self.snapshot = snapshot
@@ -143,7 +143,7 @@ class ReplayedLog:
     def __init__(self, state_dir: Path, *, lease_s: float, quotas: QuotasSpec) -> None:
         self.machine = Coordinator(lease_s=lease_s, key=os.urandom(32), quotas=quotas)
         self.metrics = CoordinatorMetrics()
-        # A watcher that wants what is no longer kept reads it by way of the driver.
+        # Events that are no longer in memory are read from the run log, through the driver.
         self.lines = JobLines(state_dir / FOLDER)
         self.journal = Journal(lambda job: self.driver.read_records(job), lines=self.lines)
         self._state_dir = state_dir
@@ -151,7 +151,7 @@ class ReplayedLog:
 
     @property
     def num_records(self) -> int:
-        """Entries of the log that were replayed, those that the snapshot covers included."""
+        """Entries of the log that were replayed, including the entries that the snapshot covers."""
         return self.machine.history.num_records
 
     @property
@@ -207,7 +207,7 @@ class ReplayedLog:
             numbers: job and number of each entry since the snapshot that this began with.
 
         Raises:
-            OSError | sqlite3.Error: the disk takes nothing.
+            OSError | sqlite3.Error: the disk refuses the write.
         """
         before, history = self.num_covered, self.machine.history
         head = SnapshotHead(
@@ -306,7 +306,7 @@ class SnapshotMaker:
     def catch_up(self) -> None:
         """Make snapshots until one covers the log but for its newest entries, as before a start.
 
-        Says so and gives up where the disk takes none: then all is replayed.
+        If the disk refuses a snapshot, this logs a warning and returns; the start then replays the whole log.
         """
         try:
             while self.advance(most=PIECE_ENTRIES, least=MOST_REPLAYED):
@@ -318,7 +318,7 @@ class SnapshotMaker:
         """Make the next snapshot beside a coordinator that serves, a little slower.
 
         Raises:
-            OSError | sqlite3.Error: the disk takes nothing.
+            OSError | sqlite3.Error: the disk refuses the write.
             UserError: the log is damaged.
         """
         self.advance(most=PIECE_ENTRIES, pause_s=_PAUSE_S)
@@ -332,7 +332,7 @@ class SnapshotMaker:
             pause_s: of this thread after each piece of the log, for others.
 
         Raises:
-            OSError | sqlite3.Error: the disk takes nothing.
+            OSError | sqlite3.Error: the disk refuses the write.
             UserError: the log is damaged.
         """
         memory = self._make()

@@ -1,6 +1,6 @@
 """Tables and JSON on standard output, and the row of a job in a list.
 
-Commands that list jobs import these, so they import nothing that takes long.
+Commands that list jobs import these, so this module imports only light ones.
 """
 
 import json

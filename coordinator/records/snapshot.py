@@ -1,13 +1,15 @@
-"""Snapshot of the state that a run log gives, in a file beside it: a start reads it and replays what came after.
+"""Snapshot of the state that a run log gives, in a file beside it: a start reads it and replays the entries after it.
 
 Rules of this file
 - A snapshot names the last entry that it covers, by number, epoch and digest. It counts only where the log has that
   very entry, only whole (its proof covers every row), and only if this release would have written it in this layout.
-  Everywhere else it is ignored with a reason, and the log is replayed from its beginning: nothing is in here alone.
-- A snapshot becomes the next one in one transaction, which rewrites the jobs that have changed and nothing else. It
+  Everywhere else it is ignored with a reason, and the log is replayed from its beginning: the file holds no fact that
+  the log does not.
+- A snapshot becomes the next one in one transaction, which rewrites only the jobs that have changed. It
   goes by the entry of the snapshot before, so of two writers one fails.
 - Ended jobs are read one by one. Of them the file also has a row for lists, as bytes that a client understands.
-- Beside the jobs lie the numbers of each job's entries, so that the log of one job is read without those of others.
+- Beside the jobs lie the numbers of each job's entries, so that the log of one job is read without the entries of other
+  jobs.
 """
 
 import hashlib
@@ -49,7 +51,7 @@ class SnapshotHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotJob:
-    """A job in a snapshot, as texts whose layout the snapshot's head names.
+    """A job in a snapshot, as texts in the layout that the snapshot's head names.
 
     `entry` changed it last. `card` is "" while it has not ended; `line`: its row in a list of jobs, b"" until then.
     """
@@ -91,8 +93,8 @@ class LogSnapshot:
     """The snapshot of a state directory, to be read. From one thread at a time.
 
     Raises:
-        FileNotFoundError: there is none.
-        sqlite3.Error | UnicodeDecodeError: the file is none, or cannot be read.
+        FileNotFoundError: the directory has no snapshot.
+        sqlite3.Error | UnicodeDecodeError: the file is no snapshot, or cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -145,7 +147,7 @@ class LogSnapshot:
         return zlib.decompress(self._row(job)[5]).decode()
 
     def lines(self, jobs: Sequence[JobId]) -> Mapping[JobId, bytes]:
-        """Rows of lists, of those of the named jobs that have one.
+        """Rows of lists of the named jobs, as far as they have one.
 
         Raises:
             SnapshotDamaged: one is not as it was written.
@@ -205,7 +207,7 @@ class SnapshotWriter:
 
     Args:
         directory: of the log.
-        before: entry that the snapshot before covers; 0: there is none that counts, so the file begins anew.
+        before: entry that the snapshot before covers; 0: no snapshot counts, so the file begins anew.
     """
 
     def __init__(self, directory: Path, before: int) -> None:
@@ -223,7 +225,7 @@ class SnapshotWriter:
             numbers: job and number of each of the log's entries since then.
 
         Raises:
-            OSError | sqlite3.Error: the disk takes nothing.
+            OSError | sqlite3.Error: the disk refuses the write.
         """
         path = self._directory / SNAPSHOT_FILE
         if not self._before:

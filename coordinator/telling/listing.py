@@ -60,7 +60,7 @@ def job_page(
 
 
 def shelved_lines(view: CoordinatorView, journal: Journal, jobs: Sequence[JobId]) -> Mapping[JobId, bytes]:
-    """Rows of those of the jobs that are on the shelf, encoded."""
+    """Encoded rows of the jobs that are on the shelf."""
     return journal.lines([job for job in jobs if isinstance(view.history.jobs.peek(job), JobCard)])
 
 

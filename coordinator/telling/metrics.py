@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client import generate_latest as render_text
@@ -88,12 +88,23 @@ def _disk(folder: Path) -> _Disk:
     return _Disk(usage.total, usage.free)
 
 
+Metric = TypeVar("Metric", Gauge, Counter, Histogram)
+
+
 @dataclass(slots=True)
 class _Job:
     """State of a job that is kept between records."""
 
     fold: Fold = field(default_factory=Fold)
     checkpoint_wall_s: float | None = None
+    _series: dict[str, object] = field(default_factory=dict)
+
+    def series(self, job: JobId, metric: Metric) -> Metric:
+        """The job's series of a metric; `prometheus_client` takes longer to find it than to change it."""
+        found = self._series.get(metric._name)
+        if found is None:
+            found = self._series[metric._name] = metric.labels(job)
+        return cast("Metric", found)
 
 
 class _Incidents:
@@ -401,7 +412,7 @@ class CoordinatorMetrics:
     def _of_job(self, job: JobId, kept: _Job, record: Record) -> None:
         match record:
             case StepCommitted():
-                self._stepped(job, kept.fold, record)
+                self._stepped(job, kept, record)
             case Evaluated():
                 self._evaluation_loss.labels(job).set(record.loss)
             case CoresetChosen():
@@ -442,26 +453,26 @@ class CoordinatorMetrics:
             ):
                 pass
 
-    def _stepped(self, job: JobId, fold: Fold, record: StepCommitted) -> None:
-        step = record.record
-        self._steps.labels(job).inc()
+    def _stepped(self, job: JobId, kept: _Job, record: StepCommitted) -> None:
+        step, fold, of = record.record, kept.fold, partial(kept.series, job)
+        of(self._steps).inc()
         if step.decision is not Decision.APPLY:
-            self._skipped.labels(job).inc()
-        self._version.labels(job).set(step.step + 1)
-        self._tokens.labels(job).inc(step.num_tokens)
-        self._late_samples.labels(job).inc(step.num_late_samples)
-        self._loss.labels(job).set(step.loss)
-        self._gradient_norm.labels(job).set(step.gradient_norm)
+            of(self._skipped).inc()
+        of(self._version).set(step.step + 1)
+        of(self._tokens).inc(step.num_tokens)
+        of(self._late_samples).inc(step.num_late_samples)
+        of(self._loss).set(step.loss)
+        of(self._gradient_norm).set(step.gradient_norm)
         if step.balance_loss is not None:
-            self._balance.labels(job).set(step.balance_loss)
+            of(self._balance).set(step.balance_loss)
         if step.drop_ratio is not None:
-            self._drop_ratio.labels(job).set(step.drop_ratio)
+            of(self._drop_ratio).set(step.drop_ratio)
         if step.array is not None:
             self._arrays.rounded(job, step.array)
-        self._learning_rate.labels(job).set(step.learning_rate)
-        self._throughput.labels(job).set(fold.tokens_per_s)
+        of(self._learning_rate).set(step.learning_rate)
+        of(self._throughput).set(fold.tokens_per_s)
         if fold.last_step_s is not None:
-            self._step_seconds.labels(job).observe(fold.last_step_s)
+            of(self._step_seconds).observe(fold.last_step_s)
 
     def _kept(self, job: JobId) -> _Job:
         if job not in self._jobs:

@@ -4,7 +4,7 @@
 of a union of dataclasses their name and that list, enums their value, bytes base64, sets and mappings lists. `words`
 says in one text how all of that is laid out: a file that was written under other words must not be decoded.
 
-The files carry a digest of their own, so decoders do not check what they read.
+The files carry a digest of their own, so decoders do not check their input.
 """
 
 import dataclasses

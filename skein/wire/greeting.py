@@ -1,6 +1,6 @@
-"""Values of the first call between any two: what a coordinator is, and which others there are.
+"""Values of the first call between any two: the coordinator's release and clock, and the addresses of all coordinators.
 
-Each client imports these, so they import nothing that takes long.
+Each client imports this module, so it imports only light ones.
 """
 
 from dataclasses import dataclass

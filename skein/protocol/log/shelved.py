@@ -1,9 +1,9 @@
-"""Jobs of a history: those that may change are in memory, ended ones are cards, and read from a shelf when asked for.
+"""Jobs of a history: jobs that may change are in memory; ended jobs are cards, and read from a shelf on demand.
 
 Rules of this file
-- A shelf holds an ended job as it was when the job was shelved, and nothing else changes it. So a job that is to be
+- A shelf holds an ended job as it was when the job was shelved, and no record changes it there. So a job that is to be
   changed is taken into memory first, by `change`, and stays there until it is shelved again.
-- `peek` at a job is free where a card answers; `jobs[job]` reads the shelf, and keeps what it read last.
+- `peek` at a job is free where a card answers; `jobs[job]` reads the shelf, and keeps the last jobs that it read.
 """
 
 from collections import Counter, OrderedDict
@@ -22,7 +22,7 @@ NUM_RECENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCard:
-    """Facts of an ended job that are asked for without reading it: what lists, quotas and generations need.
+    """Facts of an ended job that are asked for without reading it: lists, quotas and generations need them.
 
     `holders` are processes that may hold chunks of it.
     """
@@ -50,7 +50,7 @@ class JobTable(Mapping[JobId, "JobHistory"]):
 
     def __init__(self) -> None:
         self.fetch: Fetch = _no_shelf
-        """Reader of the shelf; whoever adds cards sets it first."""
+        """Reader of the shelf; it must be set before cards are added."""
         self.num_shelved: Counter[JobState] = Counter()
         """Clients' jobs that are cards, by state."""
         self.stored_shelved: Counter[str] = Counter()
