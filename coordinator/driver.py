@@ -75,6 +75,9 @@ class AppendLog(Protocol):
         ...
 
 
+CLOCK_S = 30.0
+"""Seconds by which recorded times may differ from the wall clock before the coordinator acts on it."""
+
 AnswerPlan = Callable[[MakePlan], Awaitable[PlanMade]]
 AnswerChoice = Callable[[ChooseRows], Awaitable[RowsChosen]]
 
@@ -88,6 +91,34 @@ def wall_clock() -> Callable[[], float]:
     """Unix seconds that never step back: the wall clock is read once."""
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()
+
+
+class ClockSetError(Exception):
+    """The machine's wall clock was set forward: a coordinator that begins anew reads it."""
+
+
+def check_wall_clock(now_s: float, *, wall_s: float, was_behind: bool) -> bool:
+    """Whether the wall clock is far behind the clock of this coordinator; that is logged when it begins.
+
+    Args:
+        now_s: Unix time by this coordinator, which read the wall clock when it began.
+        wall_s: Unix time by the wall clock now.
+        was_behind: what this said before.
+
+    Raises:
+        ClockSetError: the wall clock is far ahead. Leases are measured by a steady clock, so only a new epoch may jump.
+    """
+    ahead_s = wall_s - now_s
+    if ahead_s > CLOCK_S:
+        raise ClockSetError(f"the wall clock is {ahead_s:.0f} s ahead: it was set, or the machine slept")
+    is_behind = ahead_s < -CLOCK_S
+    if is_behind and not was_behind:
+        _log.warning(
+            "the wall clock was set back by %.0f s: recorded times never step back, so they stay ahead of it "
+            "until the coordinator is started again",
+            -ahead_s,
+        )
+    return is_behind
 
 
 # --- what waits in the inbox ---

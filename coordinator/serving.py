@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.checkpoints import CheckpointStore
-from coordinator.driver import AnswerChoice, AnswerPlan, AppendLog, choose_beside, wall_clock
+from coordinator.driver import (
+    AnswerChoice,
+    AnswerPlan,
+    AppendLog,
+    check_wall_clock,
+    choose_beside,
+    wall_clock,
+)
 from coordinator.identity.office import FOLDER as AUTHORITY_FOLDER
 from coordinator.identity.office import IdentityOffice
 from coordinator.identity.page_tls import PageTls, hosts_of_this_machine
@@ -388,10 +395,11 @@ class Serving:
 
     async def _sample(self) -> None:
         """Every second or so, put what is into the metrics; the loop's lag is how late that second was."""
-        driver = self.driver
+        driver, is_behind = self.driver, False
         while True:
             began = time.monotonic()
             await asyncio.sleep(SAMPLE_S)
+            is_behind = check_wall_clock(driver.now(), wall_s=time.time(), was_behind=is_behind)
             lag_s = time.monotonic() - began - SAMPLE_S
             now = driver.now()
             workers = self._roster.workers(now=now)

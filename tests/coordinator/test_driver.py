@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from coordinator.checkpoints import DamagedError
-from coordinator.driver import wall_clock
+from coordinator.driver import CLOCK_S, ClockSetError, check_wall_clock, wall_clock
 from coordinator.records.logfile import LogFull
 from coordinator.records.store import Fenced
 from coordinator.streams import Stream
@@ -342,7 +342,19 @@ async def test_a_replayed_driver_goes_on_under_its_own_epoch() -> None:
         assert it.driver.machine.view.state_of(JobId("digits-1")) is JobState.CANCELLED
 
 
-async def test_the_clock_never_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_clock_that_is_set_forward_begins_a_new_epoch_and_one_that_is_set_back_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert not check_wall_clock(1000.0, wall_s=1000.0 + CLOCK_S, was_behind=False)
+    with pytest.raises(ClockSetError, match="3600 s ahead"):
+        check_wall_clock(1000.0, wall_s=4600.0, was_behind=False)
+    assert check_wall_clock(5000.0, wall_s=1400.0, was_behind=False)
+    assert check_wall_clock(5001.0, wall_s=1401.0, was_behind=True)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("the wall clock was set back by 3600 s")
+
+
+def test_the_clock_never_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = wall_clock()
     before = clock()
     monkeypatch.setattr(time, "time", lambda: 0.0)
