@@ -10,6 +10,7 @@ NAMES = (
     "coreset",
     "detect",
     "devices",
+    "fleet",
     "hostile",
     "log",
     "lying",

@@ -19,8 +19,9 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -59,7 +60,6 @@ JOIN_S = 300.0
 NUM_JOINING = 50
 """Workers that dial at once; the next ones follow when these were admitted."""
 NUM_SITES = 4
-_POLL_S = 0.1
 
 
 def fleet_job(*, stages: int, replicas: int) -> JobSpec:
@@ -85,7 +85,7 @@ def fleet_job(*, stages: int, replicas: int) -> JobSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A record became durable, or a plan was made: when, and the CPU seconds of the coordinator's process until then."""
+    """Moment at which a record became durable or a plan was made, and CPU seconds of the process until then."""
 
     what: str
     at_s: float
@@ -174,25 +174,23 @@ async def run_fleet(folder: Path, args: argparse.Namespace) -> FleetCounts:
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(coordinator(folder, args.profile))
         group = await stack.enter_async_context(asyncio.TaskGroup())
-        workers: list[asyncio.Task[None]] = []
+        running: list[asyncio.Task[None]] = []
         async with asyncio.timeout(JOIN_S):
             for number in range(num_workers):
                 channel = open_channel(address, Lane.CONTROL, credentials=NO_CREDENTIALS)
                 worker = LightWorker(f"w{number:04}", f"site{number % NUM_SITES}", channel, counts)
-                workers.append(group.create_task(worker.run()))
-                while counts.welcomes <= number - NUM_JOINING:
-                    await asyncio.sleep(_POLL_S / 10)
-            while counts.welcomes < num_workers:
-                await asyncio.sleep(_POLL_S)
+                running.append(group.create_task(worker.run()))
+                await counts.reach(welcomes=number + 1 - NUM_JOINING)
+            await counts.reach(welcomes=num_workers)
         spec = fleet_job(stages=args.stages, replicas=args.replicas)
         async with open_channel(address, Lane.CONTROL, credentials=NO_CREDENTIALS) as channel:
             request = jobs_pb2.SubmitRequest(key="fleet", spec=spec.canonical_json())
             await jobs_pb2_grpc.JobsStub(channel).Submit(request)
-        until_s = time.monotonic() + args.limit
-        while len(counts.num_commits) < args.steps and time.monotonic() < until_s:
-            await asyncio.sleep(_POLL_S)
-        for worker in workers:
-            worker.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(args.limit):
+                await counts.reach(commits=args.steps)
+        for task in running:
+            task.cancel()
     return counts
 
 
@@ -204,12 +202,13 @@ def rows_of(marks: Sequence[Mark], counts: FleetCounts, args: argparse.Namespace
     num_workers = args.stages * args.replicas
     planned = next((mark for mark in marks if mark.what == "PlanMade"), None)
     commits = [mark for mark in marks if mark.what == "StepCommitted"]
-    steps_s = [b.at_s - a.at_s for a, b in zip(commits, commits[1:], strict=False)] or [args.limit]
-    steps_cpu_s = [b.cpu_s - a.cpu_s for a, b in zip(commits, commits[1:], strict=False)] or [args.limit]
+    steps_s = [b.at_s - a.at_s for a, b in pairwise(commits)] or [args.limit]
+    steps_cpu_s = [b.cpu_s - a.cpu_s for a, b in pairwise(commits)] or [args.limit]
     first_s = commits[0].at_s - planned.at_s if planned and commits else args.limit
     lost = sum(counts.lost_streams.values())
     generations = {
-        generation: sum(x for kind, x in by_kind.items() if kind in ("new_generation", "assign")) / num_workers
+        generation: sum(x for kind, x in by_kind.items() if kind in ("new_generation", "assign"))
+        / num_workers
         for generation, by_kind in counts.told_bytes.items()
         if generation
     }
@@ -221,7 +220,9 @@ def rows_of(marks: Sequence[Mark], counts: FleetCounts, args: argparse.Namespace
         _row("from the plan to the first commit", first_s, "s", FIRST_COMMIT_S),
         _row("a step, median", median(steps_s), "s", STEP_S, spread=spread(steps_s)),
         _row("a step, longest", max(steps_s), "s", STEP_S),
-        _row("CPU of the coordinator in a step", median(steps_cpu_s), "s", STEP_S, spread=spread(steps_cpu_s)),
+        _row(
+            "CPU of the coordinator in a step", median(steps_cpu_s), "s", STEP_S, spread=spread(steps_cpu_s)
+        ),
         _row("streams that ended", lost, "streams", 0),
         _row("told each by a generation, at most", told, "bytes", TOLD_BYTES),
         _row("told each in a step", step_bytes, "bytes", TOLD_BYTES),
@@ -273,7 +274,11 @@ def main() -> int:
         for row in rows:
             print(f"{row.what}: {row.value} {row.unit} (goal {row.goal}, holds: {row.holds})")
         for generation, by_kind in counts.told_bytes.items():
-            print(generation, dict(by_kind), {k[1]: v for k, v in counts.most_bytes.items() if k[0] == generation})
+            print(
+                generation,
+                dict(by_kind),
+                {k[1]: v for k, v in counts.most_bytes.items() if k[0] == generation},
+            )
         print(counts.lost_streams.most_common(5), counts.refused.most_common(5), len(marks))
     figures = {"workers": float(args.stages * args.replicas), "load": os.getloadavg()[0]}
     return finish("fleet", rows, figures=figures)

@@ -1,7 +1,7 @@
 """A light worker: a control stream that answers as a worker does that computes nothing and is always well.
 
-It joins, beats, acknowledges, builds, reports ledgers and votes by what the coordinator has assigned to it. Messages are
-read as they are on the wire, so that a thousand such workers fit into one process.
+It joins, beats, acknowledges, builds, reports ledgers and votes by what the coordinator has assigned to it. Messages
+are read as they are on the wire, so that a thousand such workers fit into one process.
 """
 
 import asyncio
@@ -42,6 +42,21 @@ class FleetCounts:
     """By generation and kind: the largest directive."""
     num_commits: Counter[int] = field(default_factory=Counter)
     """By step: workers that were told of its commit."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def reach(self, *, welcomes: int = 0, commits: int = 0) -> None:
+        """Return once so many workers were welcome, and a worker was told of so many commits."""
+        while self.welcomes < welcomes or len(self.num_commits) < commits:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def count(self, generation: int, kind: str, num_bytes: int) -> None:
+        """A worker was told a directive of this kind and size."""
+        by_kind = self.told_bytes.setdefault(generation, Counter())
+        by_kind[kind] += num_bytes
+        most = self.most_bytes.get((generation, kind), 0)
+        self.most_bytes[generation, kind] = max(num_bytes, most)
+        self._changed.set()
 
 
 class LightWorker:
@@ -64,6 +79,8 @@ class LightWorker:
         self._generation = 0
         self._progress = 0
         self._version = 0
+        self._assigned = 0
+        """Generation of the newest Assign."""
         self._held: tuple[control_pb2.ChunkAssignment, ...] = ()
         self._ledgers: Mapping[int, tuple[int, ...]] = {}
         self._last_stage: int | None = None
@@ -141,10 +158,10 @@ class LightWorker:
                 prefetched = control_pb2.Prefetched(job=told.job, stage=told.stage, version=told.version)
                 self._tell(Report(prefetched=prefetched))
             case "dismiss":
-                self._held = ()
+                self._held, self._assigned = (), 0
             case _ if getattr(told, "generation", self._generation) == self._generation:
                 self._take_of_generation(kind, told)
-        self._count(kind, directive.ByteSize())
+        self._counts.count(self._generation, kind, directive.ByteSize())
 
     def _take_of_generation(self, kind: str, told: object) -> None:
         match told:
@@ -164,21 +181,18 @@ class LightWorker:
             case _:
                 pass
 
-    def _count(self, kind: str, num_bytes: int) -> None:
-        by_kind = self._counts.told_bytes.setdefault(self._generation, Counter())
-        by_kind[kind] += num_bytes
-        by_kind[f"{kind} count"] += 1
-        most = self._counts.most_bytes
-        most[self._generation, kind] = max(num_bytes, most.get((self._generation, kind), 0))
-
     def _adopt(self, told: control_pb2.NewGeneration) -> None:
         self._generation = told.generation
         if told.HasField("last_commit"):
             self._version = max(self._version, told.last_commit.step + 1)
         chunks = [control_pb2.ChunkVersion(stage=x.stage, version=self._version) for x in self._held]
-        self._tell(Report(ack=control_pb2.Ack(generation=self._generation, chunks=chunks)))
+        ack = control_pb2.Ack(generation=self._generation, chunks=chunks, assigned=self._assigned)
+        self._tell(Report(ack=ack))
 
     def _build(self, told: control_pb2.Assign) -> None:
+        if told.since != self._assigned and told.since:
+            raise RuntimeError(f"{self._name} is told a difference to an Assign that it does not have")
+        self._assigned = told.generation
         self._held = tuple(told.chunks)
         self._version = told.version
         done: dict[int, list[int]] = {chunk.stage.index: [] for chunk in told.chunks}

@@ -52,7 +52,8 @@ class WorkerDriver:
     Args:
         take_ways: told of the ways around what cannot be dialled.
         measure: blocks while it measures the device; called on torch's thread.
-        on_generation: told of each new generation, so that what belongs to older ones is forgotten.
+        on_generation: called with each new generation, and again when it has other peers than the one before, so that
+            what belongs to older generations and former peers is forgotten.
         outside: asks file systems, which may never answer.
         num_moved: grows while files are read or written and while state comes in.
         watch: told "after ..." when the machine has taken an event, "before ..." and "after ..." each command is begun.
@@ -102,6 +103,7 @@ class WorkerDriver:
         self._watch = watch
         self._loop = asyncio.get_running_loop()
         self._generation = machine.generation
+        self._peers_before = machine.peers
         self._building: asyncio.Task[io.Built | io.BuildFailed] | None = None
         self._children: set[asyncio.Task[None]] = set()
         self._saved: Saved | None = None
@@ -271,7 +273,7 @@ class WorkerDriver:
         assign = command.assign
         began_s = self._loop.time()
         with self._moves.told():
-            event = await self._builder.build(assign, command.members)
+            event = await self._builder.build(assign, command.donors)
         shown = ",".join(f"s{chunk.stage.index}:{chunk.source.kind}" for chunk in assign.chunks)
         if isinstance(event, io.BuildFailed):
             reason = "" if event.report is None else event.report.reason
@@ -352,6 +354,9 @@ class WorkerDriver:
             self._desk.adopt(self._generation)
             self._copies.adopt(self._generation)
             self._on_generation(self._generation)
+        elif self._machine.peers is not self._peers_before:
+            self._on_generation(self._generation)
+        self._peers_before = self._machine.peers
 
     def _set_timer(self) -> None:
         deadline = self._machine.deadline()

@@ -305,7 +305,7 @@ class _Parts:
         return end
 
     def _forget(self, peers: Peers, generation: Generation) -> None:
-        peers.forget(generation, members=self.machine.members)
+        peers.forget(generation, members=self.machine.peers)
         self.service.forget(generation)
 
 

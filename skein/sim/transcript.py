@@ -41,6 +41,7 @@ _LEFT_OUT = frozenset(
         "incarnation",
         "job",
         "job_spec",
+        "key",
         "position",
         "profile",
         "proof",

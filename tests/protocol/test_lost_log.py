@@ -119,7 +119,7 @@ def test_a_worker_says_the_newest_position_that_it_has_heard_of() -> None:
         epoch=Epoch(1),
         generation=Generation(1),
         job=JobId("j"),
-        members=(),
+        key=b"",
         last_commit=None,
         position=sign(knows(1, 1.0, 5)),
     )

@@ -474,11 +474,12 @@ def test_a_manifest_of_another_job_is_ignored() -> None:
     assert desk.give(ManifestWritten(checkpoint=checkpoint(JobId("other-9"), 1), error=None)) == []
 
 
-def test_each_generation_tells_its_members_secrets_of_its_own_and_the_log_none() -> None:
+def test_each_generation_has_a_key_of_its_own_which_is_in_no_record_and_no_line() -> None:
     desk = began()
-    first = {m.worker: m.secret for m in desk.told(NewGeneration)[PLAN.workers[0]].members}
-    assert len(set(first.values())) == len(PLAN.workers)
+    first = desk.told(NewGeneration)
+    assert len({fence.key for fence in first.values()}) == 1
     desk.break_stream(PLAN.workers[0])
-    second = {m.worker: m.secret for m in desk.told(NewGeneration)[PLAN.workers[1]].members}
-    assert not set(first.values()) & set(second.values())
-    assert not any(secret in repr(desk.log) for secret in (*first.values(), *second.values()))
+    second = desk.told(NewGeneration)[PLAN.workers[1]]
+    keys = {second.key, first[PLAN.workers[0]].key}
+    assert len(keys) == 2
+    assert not any(key.hex() in repr(desk.log) or repr(key) in repr((desk.log, first)) for key in keys)

@@ -110,7 +110,7 @@ def test_only_a_peer_that_was_asked_is_blamed() -> None:
 
 def test_a_donor_that_is_no_member_is_nobodys_fault() -> None:
     search, chunk = search_of(StateSource(kind=SourceKind.PEER, version=AT, peer=WorkerId("w8")))
-    with pytest.raises(LocalError, match="w8, which should give stage 1, is not a member") as raised:
+    with pytest.raises(LocalError, match="w8, which should give stage 1, is not a peer") as raised:
         list(search.looks(chunk))
     assert isinstance(search.failed(raised.value, "no").report, Trouble)
 

@@ -11,7 +11,6 @@ from skein.protocol.messages.directives import (
     Dismiss,
     Look,
     Member,
-    NewGeneration,
     Probe,
     Refused,
     Welcome,
@@ -57,7 +56,7 @@ from skein.types import (
     WorkerId,
     parse_group,
 )
-from tests.support.hands import JOB, Hand
+from tests.support.hands import JOB, Hand, key_of, peer
 from tests.support.plans import chunk, grid_plan, stage_spec
 from tests.support.reports import attempt
 from tests.support.stages import (
@@ -274,7 +273,7 @@ def test_ready_chunks_are_reported_with_what_is_known_of_the_data() -> None:
     [build] = hand.hear(assign)
     assert isinstance(build, Build)
     assert build.assign == assign
-    assert [member.worker for member in build.members] == ["w0a", "w1a"]
+    assert [donor.worker for donor in build.donors] == ["w1a"]
     hand.built(assign)
     assert only(hand.said(), ChunksReady).data_fingerprint == "data"
 
@@ -384,21 +383,19 @@ def test_a_generation_of_the_next_job_forgets_the_last_one() -> None:
 # --- whose a tensor is ---
 
 
-def fenced_with_secrets() -> Hand:
-    """A worker whose generation has two members, each with a secret of its own."""
+def with_one_peer() -> Hand:
+    """A worker with one peer."""
     hand = Hand("w0a")
     hand.connect()
-    members = tuple(
-        Member(worker=w, incarnation=Incarnation(f"{w}-1"), address=f"{w}:1", secret=f"of {w}")
-        for w in SECRETIVE
-    )
-    hand.hear(
-        NewGeneration(epoch=Epoch(1), generation=Generation(1), job=JOB, members=members, last_commit=None)
-    )
+    hand.settle(PLAN)
+    hand.machine._standing.peers = {WorkerId("w0b"): peer(WorkerId("w0b"))}
     return hand
 
 
-SECRETIVE = (WorkerId("w0a"), WorkerId("w0b"))
+def secret_of(worker: str, incarnation: str) -> str:
+    return key_of(1).tensor_secret(WorkerId(worker), Incarnation(incarnation))
+
+
 PART = ShardTensor(
     kind=ShardKind.PART,
     step=Step(0),
@@ -414,7 +411,7 @@ TRUE = Envelope(
     sender=WorkerId("w0b"),
     incarnation=Incarnation("w0b-1"),
     header=PART,
-    secret="of w0b",
+    secret=secret_of("w0b", "w0b-1"),
 )
 
 
@@ -426,10 +423,11 @@ OWN = replace(PART, member=chunk(0, "w0a"))
     [
         (TRUE, None),
         (replace(TRUE, secret=""), Refusal.FORGED),
-        (replace(TRUE, secret="of w0a"), Refusal.FORGED),
+        (replace(TRUE, secret=secret_of("w0a", "w0a-1")), Refusal.FORGED),
         (replace(TRUE, secret="ü"), Refusal.FORGED),
         (replace(TRUE, incarnation=Incarnation("w0b-2")), Refusal.FORGED),
-        (replace(TRUE, sender=WorkerId("w9")), Refusal.FORGED),
+        (replace(TRUE, incarnation=Incarnation("w0b-2"), secret=secret_of("w0b", "w0b-2")), Refusal.FORGED),
+        (replace(TRUE, sender=WorkerId("w9"), secret=secret_of("w9", "w0b-1")), Refusal.FORGED),
         (replace(TRUE, sender=WorkerId("w0a")), Refusal.FORGED),
         (replace(TRUE, header=OWN), Refusal.UNEXPECTED),
         (replace(TRUE, header=replace(OWN, kind=ShardKind.RESULT)), None),
@@ -443,11 +441,11 @@ OWN = replace(PART, member=chunk(0, "w0a"))
 def test_a_tensor_is_taken_from_whom_it_names_and_when_its_time_has_come(
     said: Envelope, refusal: Refusal | None
 ) -> None:
-    assert fenced_with_secrets().machine.gate.refusal_of(said) is refusal
+    assert with_one_peer().machine.gate.refusal_of(said) is refusal
 
 
 def test_what_is_early_waits_outside_where_there_is_no_room_for_it() -> None:
-    gate = fenced_with_secrets().machine.gate
+    gate = with_one_peer().machine.gate
     early = replace(TRUE, header=replace(PART, step=Step(1)))
     assert [gate.refusal_of(early, is_full=is_full) for is_full in (False, True)] == [None, Refusal.NOT_YET]
     assert gate.refusal_of(TRUE, is_full=True) is None
@@ -456,17 +454,14 @@ def test_what_is_early_waits_outside_where_there_is_no_room_for_it() -> None:
 def test_state_is_for_those_who_show_what_this_generation_or_the_one_before_was_told() -> None:
     hand = Hand("w0a")
     hand.connect()
-    shown = ["", "1", "2", "3"]
+    me = WorkerId("w0a"), Incarnation("w0a-1")
+    shown = ["", *(key_of(number).state_secret(*me) for number in (1, 2, 3))]
     assert not any(map(hand.machine.gate.may_fetch, shown))
     allowed = []
     for number in (1, 2, 3):
-        me = Member(worker=WorkerId("w0a"), incarnation=Incarnation("w0a-1"), address="", door=str(number))
-        fence = NewGeneration(
-            epoch=Epoch(1), generation=Generation(number), job=JOB, members=(me,), last_commit=None
-        )
-        hand.hear(fence)
-        allowed.append([door for door in shown if hand.machine.gate.may_fetch(door)])
-    assert allowed == [["1"], ["1", "2"], ["2", "3"]]
+        hand.fence(PLAN, generation=number)
+        allowed.append([place for place, door in enumerate(shown) if hand.machine.gate.may_fetch(door)])
+    assert allowed == [[1], [1, 2], [2, 3]]
 
 
 def test_links_are_for_those_to_measure_who_show_what_the_welcome_said() -> None:
@@ -478,6 +473,6 @@ def test_links_are_for_those_to_measure_who_show_what_the_welcome_said() -> None
 
 
 def test_secrets_are_in_no_line_and_no_comparison_of_members() -> None:
-    member = Member(worker=WorkerId("a"), incarnation=Incarnation("a-1"), address="a:1", secret="told to few")
+    member = Member(worker=WorkerId("a"), incarnation=Incarnation("a-1"), address="a:1", door="told to few")
     assert "told to few" not in f"{member!r} {TRUE!r}"
-    assert member == replace(member, secret="another")
+    assert member == replace(member, door="another")

@@ -167,7 +167,7 @@ def test_an_announcement_before_its_record_is_caught() -> None:
 
 
 def test_a_fence_that_names_no_recorded_commit_is_caught() -> None:
-    fence = NewGeneration(epoch=Epoch(1), generation=Generation(1), job=JOB, members=(), last_commit=FIRST)
+    fence = NewGeneration(epoch=Epoch(1), generation=Generation(1), job=JOB, key=b"", last_commit=FIRST)
     with pytest.raises(Violated):
         followed().announced(fence)
 
@@ -290,7 +290,7 @@ def going_on(assign: Assign, *ledger: int, left: str = "") -> Assign:
         origins=(),
         repeats=(),
     )
-    return replace(assign, resumption=resumption)
+    return replace(assign, resumption=resumption, peers=())
 
 
 def test_a_contribution_that_two_workers_are_to_make_is_caught() -> None:
@@ -334,13 +334,11 @@ def test_a_reduction_of_parts_that_overlap_or_leave_out_is_caught(parts: tuple[t
         invariants.announced(prepare(*parts))
 
 
-def test_a_generation_of_others_than_its_record_names_is_caught() -> None:
+def test_a_peer_that_is_no_member_by_its_record_is_caught() -> None:
     stranger = Member(worker=WorkerId("w9"), incarnation=Incarnation("i9"), address="")
-    fence = NewGeneration(
-        epoch=Epoch(1), generation=Generation(1), job=JOB, members=(stranger,), last_commit=None
-    )
-    with pytest.raises(Violated, match="other members"):
-        followed().announced(fence)
+    told = replace(Hand().assignment(grid_plan(stages=2, replicas=1, num_microbatches=2)), peers=(stranger,))
+    with pytest.raises(Violated, match="as peers, no members"):
+        followed().announced(told)
 
 
 def test_computing_before_the_generation_has_assigned_anything_is_caught() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from skein.plan.plan import Group, Plan
+from skein.protocol.coordinator.runs.placing.neighbours import neighbours_of
 from skein.protocol.coordinator.runs.placing.sources import Sources, assignments
 from skein.protocol.messages.directives import (
     Assign,
@@ -23,6 +24,7 @@ from skein.protocol.messages.directives import (
     StepRecord,
     Welcome,
 )
+from skein.protocol.messages.passes import GenerationKey
 from skein.protocol.messages.reports import Ack, Report
 from skein.protocol.messages.tensors import Envelope, TensorHeader
 from skein.protocol.worker.ops import Joined, JoinOp, Loss, LossOp, Op, OpOutcome
@@ -106,6 +108,16 @@ def alone(group: str, parts: Sequence[Ledger]) -> Group:
     return Group(group=parse_group(group), members=members, num_shards=1)
 
 
+def key_of(generation: int) -> GenerationKey:
+    """Key of a generation, as all members of it are told."""
+    return GenerationKey.of(b"of the coordinator", Epoch(1), Generation(generation))
+
+
+def peer(worker: WorkerId) -> Member:
+    """A worker as its peers are told of it."""
+    return Member(worker=worker, incarnation=Incarnation(f"{worker}-1"), address=f"{worker}:1")
+
+
 class Hand:
     """One worker of a plan, its driver and its coordinator. Time stands still unless it is told to pass."""
 
@@ -178,16 +190,12 @@ class Hand:
         last_commit: StepRecord | None = None,
     ) -> list[WorkerCommand]:
         """A new generation of all workers of the plan."""
-        members = tuple(
-            Member(worker=worker, incarnation=Incarnation(f"{worker}-1"), address=f"{worker}:1")
-            for worker in plan.workers
-        )
         return self.hear(
             NewGeneration(
                 epoch=Epoch(epoch),
                 generation=Generation(generation),
                 job=job,
-                members=members,
+                key=key_of(generation).value,
                 last_commit=last_commit,
             )
         )
@@ -222,7 +230,8 @@ class Hand:
             job_spec="{}",
             resumptions={} if resumption is None else {me: resumption},
         )
-        return replace(told[me], epoch=Epoch(epoch), generation=Generation(generation))
+        peers = tuple(peer(worker) for worker in sorted(neighbours_of(plan)[me]))
+        return replace(told[me], epoch=Epoch(epoch), generation=Generation(generation), peers=peers)
 
     def built(self, assign: Assign) -> list[WorkerCommand]:
         return self.give(

@@ -47,7 +47,7 @@ from skein.types import (
 from skein.wire.extra import LogLines
 from tests.support.plans import schedule
 from tests.worker.lab import tiny_job, write_text
-from tests.worker.puppet import WELCOME, Session, puppet, running, setting
+from tests.worker.puppet import WELCOME, puppet, running, setting
 from worker.telling.logs import LogTail
 
 JOB = JobId("j1")
@@ -83,14 +83,12 @@ def assignment(
     )
 
 
-def new_generation(session: Session, generation: int, *others: Member) -> NewGeneration:
-    hello = session.hello
-    me = Member(worker=hello.worker, incarnation=hello.incarnation, address=hello.address)
+def new_generation(generation: int) -> NewGeneration:
     return NewGeneration(
         epoch=WELCOME.epoch,
         generation=Generation(generation),
         job=JOB,
-        members=(me, *others),
+        key=b"of all members",
         last_commit=None,
     )
 
@@ -99,7 +97,7 @@ async def test_who_only_evaluates_opens_the_data_too(tmp_path: Path) -> None:
     text = write_text(tmp_path)
     async with puppet() as (coordinator, port), running(setting(port)):
         session = await coordinator.session()
-        session.say(WELCOME, new_generation(session, 1))
+        session.say(WELCOME, new_generation(1))
         await session.heard(Ack)
         told = assignment(text, 1)
         session.say(replace(told, origins=(), schedule=replace(told.schedule, ops=())))
@@ -110,13 +108,13 @@ async def test_an_assignment_is_built_and_kept_over_a_generation(tmp_path: Path)
     text = write_text(tmp_path)
     async with puppet() as (coordinator, port), running(setting(port)):
         session = await coordinator.session()
-        session.say(WELCOME, new_generation(session, 1))
+        session.say(WELCOME, new_generation(1))
         assert (await session.heard(Ack)).chunks == ()
         session.say(assignment(text, 1))
         ready = await session.heard(ChunksReady)
         assert ready.num_train_samples > ready.num_validation_samples > 0
         assert ready.data_fingerprint
-        session.say(new_generation(session, 2))
+        session.say(new_generation(2))
         assert [chunk.version for chunk in (await session.heard(Ack)).chunks] == [0]
         session.say(assignment(text, 2, source=StateSource(kind=SourceKind.KEEP, version=Step(0))))
         assert (await session.heard(ChunksReady)).generation == 2
@@ -141,7 +139,7 @@ async def test_what_no_worker_could_do_fails_the_job_with_its_cause(
     text = write_text(tmp_path)
     async with puppet() as (coordinator, port), running(setting(port)):
         session = await coordinator.session()
-        session.say(WELCOME, new_generation(session, 1))
+        session.say(WELCOME, new_generation(1))
         await session.heard(Ack)
         session.say(assignment(text, 1, job=spoil(tiny_job(text, stages=1))))
         trouble = await session.heard(Trouble)
@@ -175,7 +173,7 @@ async def test_a_job_that_leads_out_of_a_root_is_refused_with_its_name(
     places = Places.of([tmp_path / "root"], [str(tmp_path / "root")])
     async with puppet() as (coordinator, port), running(replace(setting(port), places=places)):
         session = await coordinator.session()
-        session.say(WELCOME, new_generation(session, 1))
+        session.say(WELCOME, new_generation(1))
         await session.heard(Ack)
         session.say(assignment(text, 1, job=lead_out(tiny_job(text, stages=1))))
         reason = (await session.heard(Trouble)).reason
@@ -229,7 +227,7 @@ async def test_what_was_logged_about_trouble_is_told_before_it(tmp_path: Path) -
     try:
         async with puppet() as (coordinator, port), running(setting(port, take_log_lines=tail.take)):
             session = await coordinator.session()
-            session.say(WELCOME, new_generation(session, 1))
+            session.say(WELCOME, new_generation(1))
             await session.heard(Ack)
             session.say(assignment(text, 1, job=absent_data(tiny_job(text, stages=1))))
             told = await session.heard(LogLines)
@@ -243,7 +241,7 @@ async def test_chunks_beyond_the_memory_limit_fail_the_job(tmp_path: Path) -> No
     text = write_text(tmp_path)
     async with puppet() as (coordinator, port), running(setting(port, memory_bytes=1 << 16)):
         session = await coordinator.session()
-        session.say(WELCOME, new_generation(session, 1))
+        session.say(WELCOME, new_generation(1))
         await session.heard(Ack)
         session.say(assignment(text, 1))
         trouble = await session.heard(Trouble)
@@ -255,7 +253,7 @@ async def test_what_is_not_here_cannot_be_kept(tmp_path: Path) -> None:
     text = write_text(tmp_path)
     async with puppet() as (coordinator, port), running(setting(port)):
         session = await coordinator.session()
-        session.say(WELCOME, new_generation(session, 1))
+        session.say(WELCOME, new_generation(1))
         await session.heard(Ack)
         session.say(assignment(text, 1, source=StateSource(kind=SourceKind.KEEP, version=Step(0))))
         assert not (await session.heard(Trouble)).is_fatal
@@ -267,10 +265,10 @@ async def test_a_donor_that_cannot_be_reached_is_suspected(tmp_path: Path) -> No
         session = await coordinator.session()
         # The coordinator's own port: something listens there, but it is no peer.
         donor = Member(worker=WorkerId("w9"), incarnation=Incarnation("i9"), address=f"127.0.0.1:{port}")
-        session.say(WELCOME, new_generation(session, 1, donor))
+        session.say(WELCOME, new_generation(1))
         await session.heard(Ack)
         source = StateSource(kind=SourceKind.PEER, version=Step(0), peer=WorkerId("w9"))
-        session.say(assignment(text, 1, source=source))
+        session.say(replace(assignment(text, 1, source=source), peers=(donor,)))
         assert (await session.heard(Suspected)).peer == "w9"
 
 
@@ -278,11 +276,11 @@ async def test_a_build_that_is_overtaken_gives_way_to_the_next(tmp_path: Path) -
     text = write_text(tmp_path)
     async with puppet() as (coordinator, port), running(setting(port)) as worker:
         session = await coordinator.session()
-        session.say(WELCOME, new_generation(session, 1))
+        session.say(WELCOME, new_generation(1))
         await session.heard(Ack)
         # Without a pause between them, so that the build is cancelled before it has begun.
         worker.inbox.post(DirectiveArrived(directive=assignment(text, 1)))
-        worker.inbox.post(DirectiveArrived(directive=new_generation(session, 2)))
+        worker.inbox.post(DirectiveArrived(directive=new_generation(2)))
         assert (await session.heard(Ack)).generation == 2
         session.say(assignment(text, 2))
         assert (await session.heard(ChunksReady)).generation == 2
@@ -298,17 +296,14 @@ async def test_state_comes_from_a_peer(tmp_path: Path) -> None:
         sessions = {s.hello.worker: s for s in (await coordinator.session(), await coordinator.session())}
         donor, taker = sessions[WorkerId("w0")], sessions[WorkerId("w1")]
         for session in sessions.values():
-            hello = donor.hello
-            member = Member(worker=hello.worker, incarnation=hello.incarnation, address=hello.address)
-            session.say(WELCOME, new_generation(taker, 1, member))
+            session.say(WELCOME, new_generation(1))
             await session.heard(Ack)
         donor.say(assignment(text, 1))
         await donor.heard(ChunksReady)
-        taker.say(
-            assignment(
-                text, 1, source=StateSource(kind=SourceKind.PEER, version=Step(0), peer=WorkerId("w0"))
-            )
-        )
+        hello = donor.hello
+        member = Member(worker=hello.worker, incarnation=hello.incarnation, address=hello.address)
+        source = StateSource(kind=SourceKind.PEER, version=Step(0), peer=WorkerId("w0"))
+        taker.say(replace(assignment(text, 1, source=source), peers=(member,)))
         assert (await taker.heard(ChunksReady)).num_train_samples > 0
 
 
@@ -329,7 +324,7 @@ def save(url: str | None) -> Save:
 async def test_a_stage_is_written_where_the_job_says(tmp_path: Path) -> None:
     async with puppet() as (coordinator, port), running(setting(port)):
         session = await coordinator.session()
-        session.say(WELCOME, new_generation(session, 1))
+        session.say(WELCOME, new_generation(1))
         await session.heard(Ack)
         session.say(assignment(write_text(tmp_path), 1))
         await session.heard(ChunksReady)
@@ -348,7 +343,7 @@ async def test_a_stage_that_cannot_be_written_is_told_and_is_no_trouble(
     monkeypatch.setattr("worker.chunks.saving._PAUSES_S", (0.0,))
     async with puppet() as (coordinator, port), running(setting(port)):
         session = await coordinator.session()
-        session.say(WELCOME, new_generation(session, 1))
+        session.say(WELCOME, new_generation(1))
         await session.heard(Ack)
         session.say(assignment(write_text(tmp_path), 1))
         await session.heard(ChunksReady)

@@ -126,7 +126,8 @@ async def test_tensors_in_another_workers_name_are_refused_and_change_nothing(
                 found = await attack(here, victim, names[1 - index])
                 assert found <= {Refusal.FORGED, Refusal.STALE, Refusal.UNKNOWN_JOB, Refusal.NOT_YET}
             machine = victim.inbox._machine
-            for door in ("", machine._standing.members[WorkerId("w0")].secret):
+            secret = machine._standing.key.tensor_secret(WorkerId("w0"), member_of(here, "w0").incarnation)
+            for door in ("", secret):
                 assert await asked_for_state(here, "w1", door) is StatusCode.PERMISSION_DENIED
         assert await here.finished() == JobState.FINISHED
         assert_same_curve(here.steps, steps)
@@ -161,7 +162,8 @@ async def spoil(here: Cluster, victim: Running, name: str) -> None:
             for shard in range(4):
                 told = forged(here, victim, 0, name)
                 assert isinstance(told.header, ShardTensor)
-                secret = victim.inbox._machine._standing.members[WorkerId(name)].secret
+                key = victim.inbox._machine._standing.key
+                secret = key.tensor_secret(WorkerId(name), told.incarnation)
                 envelope = replace(told, secret=secret, header=replace(told.header, shard=shard))
                 number += 1
                 await call.write(TENSOR_PART.encode(announce(number, envelope, (nothing,))))

@@ -31,6 +31,7 @@ from skein.protocol.messages.directives import (
     StateSource,
     StepRecord,
 )
+from skein.protocol.messages.passes import GenerationKey
 from skein.protocol.messages.reports import Ack, ChunksReady, Prefetched, StageDone, Vote
 from skein.types import (
     Attempt,
@@ -66,14 +67,15 @@ def member_of(session: Session) -> Member:
     return Member(worker=hello.worker, incarnation=hello.incarnation, address=hello.address)
 
 
-def new_generation(
-    generation: int, *sessions: Session, last_commit: StepRecord | None = None
-) -> NewGeneration:
+KEY = GenerationKey(value=b"of all members")
+
+
+def new_generation(generation: int, *, last_commit: StepRecord | None = None) -> NewGeneration:
     return NewGeneration(
         epoch=WELCOME.epoch,
         generation=Generation(generation),
         job=JOB,
-        members=tuple(member_of(session) for session in sessions),
+        key=KEY.value,
         last_commit=last_commit,
     )
 
@@ -155,7 +157,7 @@ async def held_bytes(sessions: tuple[Session, ...], version: int) -> list[dict[s
             statistics=Statistics(),
         )
         states = [
-            await peers.fetch_state(member_of(session), JOB, STAGE.index, Step(version))
+            await peers.fetch_state(KEY.as_donor(member_of(session)), JOB, STAGE.index, Step(version))
             for session in sessions
         ]
         await peers.close()
@@ -211,7 +213,7 @@ async def test_a_newcomer_holds_what_training_has_made_of_the_state_meanwhile(
         holder, newcomer = sessions[WorkerId("w0")], sessions[WorkerId("w1")]
         for session in sessions.values():
             session.say(WELCOME)
-        holder.say(new_generation(1, holder))
+        holder.say(new_generation(1))
         await holder.heard(Ack)
         initial = StateSource(kind=SourceKind.INITIAL, version=Step(0))
         holder.say(assignment(holder, job, initial))
@@ -225,7 +227,7 @@ async def test_a_newcomer_holds_what_training_has_made_of_the_state_meanwhile(
             job_spec=job.canonical_json(),
             stage=STAGE,
             version=Step(1),
-            donors=(member_of(holder),),
+            donors=(KEY.as_donor(member_of(holder)),),
             is_backup=False,
             drops_before=Step(0),
         )
@@ -248,18 +250,19 @@ async def test_a_newcomer_holds_what_training_has_made_of_the_state_meanwhile(
             )
 
         for session in (holder, newcomer):
-            session.say(new_generation(2, holder, newcomer, last_commit=records[3]))
+            session.say(new_generation(2, last_commit=records[3]))
         kept = await holder.heard(Ack)
         assert [copy.version for copy in kept.chunks] == [4]
         assert kept.backups == (ChunkVersion(stage=STAGE, version=Step(1)),)
         assert (await newcomer.heard(Ack)).chunks == ()
         source = StateSource(kind=SourceKind.PEER, version=Step(4), peer=WorkerId("w0"))
-        newcomer.say(assignment(newcomer, job, source, generation=2))
+        told = assignment(newcomer, job, source, generation=2)
+        newcomer.say(replace(told, peers=(member_of(holder),)))
         await newcomer.heard(ChunksReady)
         one, other = await held_bytes((holder, newcomer), 4)
         assert one == other
 
         newcomer.say(replace(wish, version=Step(1), is_backup=True))
         assert (await newcomer.heard(Prefetched)).version == 1
-        newcomer.say(new_generation(3, holder, newcomer))
+        newcomer.say(new_generation(3))
         assert (await newcomer.heard(Ack)).backups == kept.backups

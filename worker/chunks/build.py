@@ -193,9 +193,9 @@ class Builder:
         """The job is over: close its data."""
         self._datasets.forget()
 
-    async def build(self, assign: Assign, members: tuple[Member, ...]) -> Built | BuildFailed:
+    async def build(self, assign: Assign, donors: tuple[Member, ...]) -> Built | BuildFailed:
         """Make the assignment's chunks what is held."""
-        search = _Search(assign, self._worker, members)
+        search = _Search(assign, self._worker, donors)
         try:
             holding = await self._prepare(assign, search)
         except (SkeinError, OSError, MemoryError, RuntimeError) as error:

@@ -78,12 +78,7 @@ def tell_directive(directive: Directive) -> None:
         case Welcome():
             _log.info("welcomed epoch=%d lease=%.1f s", directive.epoch, directive.lease_s)
         case NewGeneration():
-            _log.info(
-                "generation=%d job=%s members=%s",
-                directive.generation,
-                directive.job,
-                ",".join(member.worker for member in directive.members),
-            )
+            _log.info("generation=%d job=%s", directive.generation, directive.job)
         case Dismiss(job=None):
             _log.info("dismissed: free for other work" + (", may exit" if directive.may_exit else ""))
         case Dismiss():

@@ -15,9 +15,10 @@ from skein.protocol.deadline import TimePassed
 from skein.protocol.log.history import History
 from skein.protocol.log.records import CheckpointCommitted, Record
 from skein.protocol.messages.directives import Beginning, Directive, Member
+from skein.protocol.messages.passes import GenerationKey, probe_secret
 from skein.protocol.messages.positions import LogPosition, is_signed, signed
 from skein.protocol.messages.reports import Report
-from skein.protocol.messages.stamps import stamped
+from skein.protocol.messages.stamps import NO_GENERATION, stamped
 from skein.topology.fleet import Fleet
 from skein.types import DEFAULT_NAMESPACE, Condition, Generation, Incarnation, JobId, Step, WorkerId
 
@@ -283,10 +284,6 @@ CoordinatorCommand = (
 )
 
 
-_SECRET_BYTES = 16
-_NO_GENERATION = Generation(0)
-
-
 @dataclass(slots=True)
 class Outbox:
     """Commands in the order they must happen. Recording changes the hard state at once."""
@@ -318,26 +315,18 @@ class Outbox:
         self.num_plans_asked += 1
         return self.num_plans_asked
 
-    def in_generation(self, member: Member, generation: Generation) -> Member:
-        """A member with what its tensors carry under a generation, and what whoever fetches its state shows."""
-        return replace(
-            member,
-            secret=self._secret(member, generation, "tensors"),
-            door=self._secret(member, generation, "state"),
-        )
+    def generation_key(self, generation: Generation) -> GenerationKey:
+        """Key of a generation of the present epoch, from which its members derive what they show each other."""
+        return GenerationKey.of(self.key, self.history.epoch, generation)
 
     def as_donor(self, member: Member, generation: Generation) -> Member:
         """A member of a generation as those may know it who are to fetch its state, members or not."""
-        return replace(member, door=self._secret(member, generation, "state"))
+        return self.generation_key(generation).as_donor(member)
 
     def to_probe(self, member: Member) -> Member:
         """A worker as those may know it who are to measure the link to it."""
-        return replace(member, door=self._secret(member, Generation(0), "probe"))
-
-    def _secret(self, member: Member, generation: Generation, purpose: str) -> str:
-        """No two are the same, whatever is in a name."""
-        about = repr((self.history.epoch, generation, member.worker, member.incarnation, purpose))
-        return hmac.digest(self.key, about.encode(), "sha256")[:_SECRET_BYTES].hex()
+        secret = probe_secret(self.key, self.history.epoch, member.worker, member.incarnation)
+        return replace(member, door=secret)
 
     def chance(self, *about: str | int) -> np.random.Generator:
         """A stream of random numbers that nobody can foresee who does not have this coordinator's key."""
@@ -357,7 +346,7 @@ class Outbox:
         self,
         directive: Directive,
         *processes: tuple[WorkerId, Incarnation],
-        generation: Generation = _NO_GENERATION,
+        generation: Generation = NO_GENERATION,
     ) -> None:
         """Say this to these processes, as of the newest epoch, and of a generation if it belongs to one."""
         said = stamped(directive, epoch=self.history.epoch, generation=generation)

@@ -17,11 +17,12 @@ from skein.protocol.messages.array_rounds import ArrayRound, RowNumbers
 from skein.protocol.messages.coresets import ToldChoice
 from skein.protocol.messages.positions import LogPosition
 from skein.protocol.messages.progress import ResumedChunk
-from skein.protocol.messages.stamps import EpochDirective, GenerationDirective
+from skein.protocol.messages.stamps import NO_GENERATION, EpochDirective, GenerationDirective
 from skein.protocol.messages.tensors import HopTensor, Phase
 from skein.protocol.messages.ways import Ways
 from skein.types import (
     Attempt,
+    Generation,
     GroupId,
     Incarnation,
     JobId,
@@ -59,15 +60,14 @@ class SourceKind(StrEnum):
 class Member:
     """Worker of a generation, and the address at which peers reach it (host:port).
 
-    `secret` is what its tensors carry under the generation that is told with it; empty elsewhere. `door` is what it
-    wants to be shown: by peers that fetch state, where a directive tells of members or donors, and by peers that
-    measure the link, where it tells whom to probe.
+    `door` is a secret that the worker wants to be shown: by peers that fetch state, where a directive names donors, and
+    by peers that measure the link, where it names peers to probe. Peers in an Assign have none: members of a generation
+    derive what they show each other from its key (`skein.protocol.messages.passes`).
     """
 
     worker: WorkerId
     incarnation: Incarnation
     address: str
-    secret: str = field(default="", repr=False, compare=False)
     door: str = field(default="", repr=False, compare=False)
 
 
@@ -263,10 +263,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewGeneration(GenerationDirective):
-    """Stop what belongs to older generations, apply `last_commit` if it is new, and acknowledge."""
+    """Stop what belongs to older generations, apply `last_commit` if it is new, and acknowledge.
+
+    `key` is given to all members of the generation and to no other worker. `last_commit` is None before the first step,
+    and for a worker whose reports show that it has the commit.
+    """
 
     job: JobId
-    members: tuple[Member, ...]
+    key: bytes = field(repr=False)
     last_commit: StepRecord | None
     position: LogPosition | None = None
     """Position of the run log."""
@@ -277,6 +281,10 @@ class Assign(GenerationDirective):
     """Chunks to hold, where their state comes from, and in which order to work. Answered by `ChunksReady`.
 
     Evaluation microbatch e starts where `evaluation_origins` has e modulo `num_evaluation_paths`.
+
+    An Assign with `since` is the difference to the one of that generation, which the worker has acknowledged that it
+    has: `job_spec` is empty for the same, `peers` are new or have another process or address, and those in `gone` are
+    peers no more.
     """
 
     job: JobId
@@ -298,6 +306,11 @@ class Assign(GenerationDirective):
     choices: tuple[ToldChoice, ...] = ()
     """Choice by which samples are drawn at `version`, of an array those of all its rows; none: all rows are drawn, or
     what the job says of them."""
+    peers: tuple[Member, ...] = ()
+    """Workers with which this one exchanges tensors under the plan, or from which it fetches state."""
+    gone: tuple[WorkerId, ...] = ()
+    since: Generation = NO_GENERATION
+    """Generation of the Assign to which this one is the difference; 0: this one is whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

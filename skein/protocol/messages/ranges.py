@@ -76,7 +76,7 @@ _FIELDS = {
         "samples_after num_late_samples progress sequence since until since_line line entry tensor seed num_tokens "
         "tokens num_train_samples num_validation_samples num_incidents num_files num_steps_lost num_steps "
         "num_choices Balance.num_dropped num_updates num_rewinds num_local_steps num_rows num_set_aside num_by_chance "
-        "num_steps_beside passes next_version num_steps_wanted num_collectives num_fits num_jobs"
+        "num_steps_beside passes next_version num_steps_wanted num_collectives num_fits num_jobs assigned"
     ),
     WORD: (
         "protocol_version num_rerouted num_retried num_samples_repeated num_dropped num_tensors "

@@ -11,6 +11,7 @@ from skein.protocol.messages.coresets import CandidatesPicked
 from skein.protocol.messages.directives import CheckpointFile, ChunkVersion, Ledger
 from skein.protocol.messages.positions import LogPosition
 from skein.protocol.messages.progress import ChunkProgress
+from skein.protocol.messages.stamps import NO_GENERATION
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.messages.ways import Unreached
 from skein.topology.fleet import Link, Profile
@@ -82,7 +83,8 @@ class Ack:
     """Adopted a generation: all that this worker holds. Nothing older will be acted on.
 
     `backups` are copies in memory that nobody computes with, `kept` parameters of older versions by which rows are
-    looked at.
+    looked at. `assigned` is the generation of the newest Assign that this worker has of the job, to which the next one
+    may be told as a difference; 0 for none.
     """
 
     generation: Generation
@@ -90,6 +92,7 @@ class Ack:
     progress: tuple[ChunkProgress, ...]
     backups: tuple[ChunkVersion, ...]
     kept: tuple[ChunkVersion, ...] = ()
+    assigned: Generation = NO_GENERATION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

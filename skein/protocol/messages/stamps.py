@@ -5,7 +5,9 @@ from typing import TypeVar
 
 from skein.types import Epoch, Generation
 
-_UNSENT = Epoch(0), Generation(0)
+NO_GENERATION = Generation(0)
+"""Number that no generation has."""
+_UNSENT = Epoch(0), NO_GENERATION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,8 +38,7 @@ class Building:
         """Build what is wanted."""
         assert self._wanted is not None
         self._assign, self._wanted = self._wanted, None
-        members = tuple(self._standing.members.values())
-        self._standing.commands.append(Build(assign=self._assign, members=members))
+        self._standing.commands.append(Build(assign=self._assign, donors=self._standing.donors))
 
     def cancel(self) -> None:
         """A newer generation is here: what was asked for is wanted no more."""

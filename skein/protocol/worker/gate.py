@@ -44,15 +44,16 @@ class PeerGate:
         return Refusal.NOT_YET if is_full and header.step > version else None
 
     def _is_authentic(self, envelope: Envelope) -> bool:
-        """Whether a tensor of the present generation was sent by the member that it names."""
-        member = self._standing.members.get(envelope.sender)
-        if member is None or member.incarnation != envelope.incarnation:
+        """Whether a tensor of the present generation was sent by the peer that it names, which is a member."""
+        peer = self._standing.peers.get(envelope.sender)
+        if peer is None or peer.incarnation != envelope.incarnation:
             return False
-        return compare_digest(member.secret.encode(), envelope.secret.encode())
+        secret = self._standing.key.tensor_secret(peer.worker, peer.incarnation)
+        return compare_digest(secret.encode(), envelope.secret.encode())
 
     def may_fetch(self, door: str) -> bool:
         """Whether the coordinator has told whoever shows this to fetch state here."""
-        return any(compare_digest(door.encode(), own.encode()) for own in self._standing.doors)
+        return any(own and compare_digest(door.encode(), own.encode()) for own in self._standing.doors)
 
     def may_probe(self, door: str) -> bool:
         """Whether the coordinator has told whoever shows this to measure the link to this worker."""

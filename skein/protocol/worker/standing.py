@@ -1,8 +1,9 @@
 """Standing of a worker: whom it follows, which generation it has adopted, and how it speaks under both."""
 
-from collections.abc import Iterable
+from dataclasses import replace
 
-from skein.protocol.messages.directives import Member
+from skein.protocol.messages.directives import Assign, Member
+from skein.protocol.messages.passes import GenerationKey
 from skein.protocol.messages.positions import LogPosition
 from skein.protocol.messages.reports import Report, Suspected, Trouble
 from skein.protocol.messages.tensors import Envelope, TensorHeader
@@ -20,7 +21,12 @@ class Standing:
         """Position of the run log that this worker has heard of; None for nothing."""
         self.generation = Generation(0)
         self.job: JobId | None = None
-        self.members: dict[WorkerId, Member] = {}
+        self.peers: dict[WorkerId, Member] = {}
+        """Workers that this one exchanges tensors with or fetches state from, by the newest Assign."""
+        self.peer_names: frozenset[WorkerId] = frozenset()
+        self._assign: Assign | None = None
+        """The newest Assign of the job, whole."""
+        self.key = GenerationKey()
         self.probe_door: str | None = None
         self.doors: tuple[str, ...] = ()
         """Doors that peers show to fetch state here: of this generation and the last, as fetching outlasts a change."""
@@ -45,7 +51,9 @@ class Standing:
     def follow_another_log(self) -> None:
         """Forget which coordinator and which run log were followed: the next Welcome may be of any."""
         self.epoch, self.generation, self.position = Epoch(0), Generation(0), None
-        self.members, self.doors, self.probe_door = {}, (), None
+        self.forget()
+        self.doors, self.probe_door = (), None
+        self.key = GenerationKey()
 
     def tell(self, report: Report) -> None:
         """Say something to the coordinator; without a stream it is lost, and a new one begins with everything anew."""
@@ -57,11 +65,11 @@ class Standing:
         self.tell(Trouble(generation=self.generation, is_fatal=False, reason=reason))
 
     def send(self, to: WorkerId, header: TensorHeader) -> None:
-        """Send a tensor to a member of the generation."""
+        """Send a tensor to a peer."""
         assert self.job is not None
-        member = self.members.get(to)
+        member = self.peers.get(to)
         if member is None:
-            reason = "not a member of the generation"
+            reason = "not a peer in this generation"
             self.tell(Suspected(generation=self.generation, peer=to, reason=reason))
             return
         envelope = Envelope(
@@ -71,16 +79,45 @@ class Standing:
             sender=self.identity.worker,
             incarnation=self.identity.incarnation,
             header=header,
-            secret=self._secret_of(self.identity.worker),
+            secret=self.key.tensor_secret(self.identity.worker, self.identity.incarnation),
         )
         self.commands.append(SendTensor(to=member, envelope=envelope))
 
-    def adopt(self, members: Iterable[Member]) -> None:
-        """A new generation, of these members."""
-        self.members = {member.worker: member for member in members}
-        me = self.members.get(self.identity.worker)
-        self.doors = (*(() if me is None else (me.door,)), *self.doors[:1])
+    def adopt(self, key: GenerationKey) -> None:
+        """A new generation, with this key; peers stay those of the last Assign until the next one."""
+        self.key = key
+        door = key.state_secret(self.identity.worker, self.identity.incarnation)
+        self.doors = (door, *self.doors[:1])
 
-    def _secret_of(self, worker: WorkerId) -> str:
-        member = self.members.get(worker)
-        return "" if member is None else member.secret
+    def forget(self) -> None:
+        """The job is over here, and with it all that was assigned."""
+        self.job, self._assign = None, None
+        self._set_peers(())
+
+    @property
+    def assigned(self) -> Generation:
+        """Generation of the newest Assign of the job that is here; 0 for none."""
+        return Generation(0) if self._assign is None else self._assign.generation
+
+    def take(self, assign: Assign) -> Assign | None:
+        """Follow a new Assign; gives it whole, or None if it is the difference to one that is not here."""
+        before = self._assign
+        if assign.since:
+            if before is None or before.generation != assign.since:
+                return None
+            gone = {*assign.gone, *(peer.worker for peer in assign.peers)}
+            stay = [peer for peer in before.peers if peer.worker not in gone]
+            peers, spec = (*stay, *assign.peers), assign.job_spec or before.job_spec
+            assign = replace(assign, job_spec=spec, peers=peers, gone=(), since=Generation(0))
+        self._assign = assign
+        self._set_peers(assign.peers)
+        return assign
+
+    def _set_peers(self, peers: tuple[Member, ...]) -> None:
+        self.peers = {peer.worker: peer for peer in peers}
+        self.peer_names = frozenset(self.peers)
+
+    @property
+    def donors(self) -> tuple[Member, ...]:
+        """Peers, each with what it wants to be shown where its state is fetched."""
+        return tuple(self.key.as_donor(peer) for peer in self.peers.values())

@@ -13,6 +13,7 @@ from skein import PROTOCOL_VERSION
 from skein.protocol.deadline import TimePassed
 from skein.protocol.messages import directives, reports, ways
 from skein.protocol.messages.coresets import CandidatesPicked
+from skein.protocol.messages.passes import GenerationKey
 from skein.protocol.worker import worker_io as io
 from skein.protocol.worker.building import Building
 from skein.protocol.worker.copies import Copies
@@ -124,9 +125,9 @@ class Worker:
     # --- for others to see ---
 
     @property
-    def members(self) -> frozenset[WorkerId]:
-        """The workers of the present generation."""
-        return frozenset(self._standing.members)
+    def peers(self) -> frozenset[WorkerId]:
+        """Workers that this one exchanges tensors with or fetches state from, by the newest Assign."""
+        return self._standing.peer_names
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -257,8 +258,7 @@ class Worker:
                     self._steps.selected()
                     self._standing.commands.append(io.TakeChoice(choice=directive.choice))
             case directives.Assign():
-                if (directive.epoch, directive.generation) == self._standing.place:
-                    self._building.want(directive)
+                self._assigned(directive)
             case (
                 directives.Start()
                 | directives.Evaluate()
@@ -296,6 +296,15 @@ class Worker:
         reason = f"follows another run log: {directive.reason}"
         self._standing.commands.append(io.DialAgain(after_s=FIRST_WAIT_S, reason=reason, is_news=True))
 
+    def _assigned(self, directive: directives.Assign) -> None:
+        if (directive.epoch, directive.generation) != self._standing.place:
+            return
+        assign = self._standing.take(directive)
+        if assign is None:
+            self._standing.trouble(f"the Assign of generation {directive.since} is not here")
+        else:
+            self._building.want(assign)
+
     def _new_generation(self, directive: directives.NewGeneration) -> None:
         standing = self._standing
         if (directive.epoch, directive.generation) <= standing.place:
@@ -306,7 +315,7 @@ class Worker:
         standing.generation = directive.generation
         standing.heard_of(directive.position)
         standing.job = directive.job
-        standing.adopt(directive.members)
+        standing.adopt(GenerationKey(value=directive.key))
         self._steps.stop()
         self._copies.stop()
         if directive.last_commit is not None:
@@ -324,7 +333,7 @@ class Worker:
             self._exit("drained", is_clean=True)
 
     def _forget(self) -> None:
-        self._standing.job = None
+        self._standing.forget()
         self._steps.forget()
         self._copies.forget()
         self._adopting = None
@@ -387,6 +396,7 @@ class Worker:
                 progress=progress,
                 backups=self._copies.held,
                 kept=self._steps.kept,
+                assigned=self._standing.assigned,
             )
         )
 

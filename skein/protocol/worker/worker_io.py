@@ -299,7 +299,8 @@ class Build:
     """Make the assigned chunks present: keep, draw, load or fetch. Answered by Built or BuildFailed."""
 
     assign: Assign
-    members: tuple[Member, ...]
+    donors: tuple[Member, ...]
+    """Peers that may give state, each with what it wants to be shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -293,12 +293,14 @@ class Invariants:
             case _:
                 pass
         match directive:
-            case NewGeneration():
-                members = frozenset((m.worker, m.incarnation) for m in directive.members)
-                if members != self._members[directive.generation]:
-                    raise Violated(f"generation {directive.generation} has other members than recorded")
-            case Assign(resumption=Resumption() as resumption):
-                self._resumes(directive, resumption)
+            case Assign():
+                peers = {(peer.worker, peer.incarnation) for peer in directive.peers}
+                if others := peers - self._members[directive.generation]:
+                    raise Violated(
+                        f"generation {directive.generation} has {sorted(others)} as peers, no members"
+                    )
+                if directive.resumption is not None:
+                    self._resumes(directive, directive.resumption)
             case Prepare():
                 self._prepares(directive)
             case _:

@@ -79,7 +79,7 @@ class Accuser:
         """The report, and after it an accusation if one is due."""
         machine = self.machine
         is_new = self._accused_in != machine.generation or self.with_every_beat
-        others = sorted(machine.members - {machine.identity.worker})[: self.num_named]
+        others = sorted(machine.peers)[: self.num_named]
         if not isinstance(report, Beat | ChunksReady) or machine.pipeline is None or not is_new or not others:
             return (report,)
         self._accused_in = machine.generation

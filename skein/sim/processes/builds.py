@@ -120,7 +120,7 @@ class Builds:
         if build != worker.build:
             return
         assign = command.assign
-        search = StateSearch[str](assign, worker.machine.identity.worker, command.members)
+        search = StateSearch[str](assign, worker.machine.identity.worker, command.donors)
         try:
             given = self._given(worker, command, search)
             times = {chunk.stage.index: self._times_at(worker, assign.job, chunk) for chunk in assign.chunks}

@@ -360,27 +360,23 @@ class Member(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
-    SECRET_FIELD_NUMBER: _builtins.int
     DOOR_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.str
     address: _builtins.str
-    secret: _builtins.str
-    """In a NewGeneration: what its tensors carry under it; else empty."""
     door: _builtins.str
-    """What it wants to be shown: in FetchState, where members or donors are told; in Probe, where peers to probe are."""
+    """What it wants to be shown: in FetchState, where donors are told; in Probe, where peers to probe are."""
     def __init__(
         self,
         *,
         worker: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         address: _builtins.str = ...,
-        secret: _builtins.str = ...,
         door: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "door", b"door", "incarnation", b"incarnation", "secret", b"secret", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "door", b"door", "incarnation", b"incarnation", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -883,7 +879,10 @@ class Ack(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     BACKUPS_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
+    ASSIGNED_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
+    assigned: _builtins.int
+    """Generation of the newest Assign that the worker has of the job; 0 for none."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkVersion]: ...
     @_builtins.property
@@ -900,10 +899,11 @@ class Ack(_message.Message):
         progress: _abc.Iterable[Global___ChunkProgress] | None = ...,
         backups: _abc.Iterable[Global___ChunkVersion] | None = ...,
         kept: _abc.Iterable[Global___ChunkVersion] | None = ...,
+        assigned: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backups", b"backups", "chunks", b"chunks", "generation", b"generation", "kept", b"kept", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "backups", b"backups", "chunks", b"chunks", "generation", b"generation", "kept", b"kept", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1713,16 +1713,18 @@ class NewGeneration(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
-    MEMBERS_FIELD_NUMBER: _builtins.int
     LAST_COMMIT_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     job: _builtins.str
+    key: _builtins.bytes
+    """From which members derive what they show each other; no other worker is given it."""
     @_builtins.property
-    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
-    @_builtins.property
-    def last_commit(self) -> _ids_pb2.StepRecord: ...
+    def last_commit(self) -> _ids_pb2.StepRecord:
+        """Absent for a worker that has it, by its own reports."""
+
     @_builtins.property
     def position(self) -> Global___LogPosition:
         """Where the run log is."""
@@ -1733,13 +1735,13 @@ class NewGeneration(_message.Message):
         epoch: _builtins.int = ...,
         generation: _builtins.int = ...,
         job: _builtins.str = ...,
-        members: _abc.Iterable[Global___Member] | None = ...,
         last_commit: _ids_pb2.StepRecord | None = ...,
         position: Global___LogPosition | None = ...,
+        key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_commit", b"_last_commit", "_position", b"_position", "last_commit", b"last_commit", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_commit", b"_last_commit", "_position", b"_position", "epoch", b"epoch", "generation", b"generation", "job", b"job", "last_commit", b"last_commit", "members", b"members", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_commit", b"_last_commit", "_position", b"_position", "epoch", b"epoch", "generation", b"generation", "job", b"job", "key", b"key", "last_commit", b"last_commit", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_commit: _TypeAlias = _typing.Literal["last_commit"]  # noqa: Y015
     _WhichOneofArgType__last_commit: _TypeAlias = _typing.Literal["_last_commit", b"_last_commit"]  # noqa: Y015
@@ -1771,6 +1773,9 @@ class Assign(_message.Message):
     RESUMPTION_FIELD_NUMBER: _builtins.int
     BEGINS_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     job: _builtins.str
@@ -1779,6 +1784,10 @@ class Assign(_message.Message):
     version: _builtins.int
     num_paths: _builtins.int
     num_evaluation_paths: _builtins.int
+    since: _builtins.int
+    """Generation of the Assign to which this one is the difference: no job_spec, and peers that are new or changed.
+    0: all of it.
+    """
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkAssignment]: ...
     @_builtins.property
@@ -1799,6 +1808,14 @@ class Assign(_message.Message):
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToldChoice]:
         """By which samples are drawn, in an array of each row; none: all rows are."""
 
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
+        """Workers that tensors are exchanged with, or state is fetched from."""
+
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Peers no more."""
+
     def __init__(
         self,
         *,
@@ -1817,10 +1834,13 @@ class Assign(_message.Message):
         resumption: Global___Resumption | None = ...,
         begins: _ids_pb2.Beginning | None = ...,
         choices: _abc.Iterable[Global___ToldChoice] | None = ...,
+        peers: _abc.Iterable[Global___Member] | None = ...,
+        gone: _abc.Iterable[_builtins.str] | None = ...,
+        since: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_resumption", b"_resumption", "begins", b"begins", "resumption", b"resumption", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_resumption", b"_resumption", "begins", b"begins", "choices", b"choices", "chunks", b"chunks", "epoch", b"epoch", "evaluation_origins", b"evaluation_origins", "generation", b"generation", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_evaluation_paths", b"num_evaluation_paths", "num_paths", b"num_paths", "origins", b"origins", "resumption", b"resumption", "schedule", b"schedule", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_resumption", b"_resumption", "begins", b"begins", "choices", b"choices", "chunks", b"chunks", "epoch", b"epoch", "evaluation_origins", b"evaluation_origins", "generation", b"generation", "gone", b"gone", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_evaluation_paths", b"num_evaluation_paths", "num_paths", b"num_paths", "origins", b"origins", "peers", b"peers", "resumption", b"resumption", "schedule", b"schedule", "since", b"since", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__begins: _TypeAlias = _typing.Literal["begins"]  # noqa: Y015
     _WhichOneofArgType__begins: _TypeAlias = _typing.Literal["_begins", b"_begins"]  # noqa: Y015

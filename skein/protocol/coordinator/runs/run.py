@@ -122,8 +122,10 @@ class Run:
             case reports.ChunksReady():
                 self._boundary.chunks_ready(worker, report, now=now)
             case reports.StageDone():
+                parts.members.computed(worker, report.step)
                 self._boundary.drive(LedgerHeard(worker=worker, done=report), now=now)
             case reports.Vote():
+                parts.members.computed(worker, report.step)
                 self._boundary.voted(worker, report, now=now)
             case reports.SketchTaken():
                 self._boundary.drive(SketchHeard(worker=worker, taken=report), now=now)

@@ -49,14 +49,14 @@ class StateLook(Generic[T]):
 
 
 class StateSearch(Generic[T]):
-    """Search of one build at worker `me`, among `members`."""
+    """Search of one build at worker `me`, among `donors`."""
 
-    def __init__(self, assign: Assign, me: WorkerId, members: tuple[Member, ...]) -> None:
+    def __init__(self, assign: Assign, me: WorkerId, donors: tuple[Member, ...]) -> None:
         self.parts: list[StateLook[T]] = []
         """Looks that found what the last chunk is made of."""
         self._assign = assign
         self._me = me
-        self._others = tuple(member for member in members if member.worker != me)
+        self._others = tuple(donor for donor in donors if donor.worker != me)
         self._place: StatePlace | None = None
         self._asked: WorkerId | None = None
 
@@ -94,7 +94,7 @@ class StateSearch(Generic[T]):
             for look in places:
                 if look.place is StatePlace.PEER and look.peer not in [x.worker for x in look.peers[:1]]:
                     raise LocalError(
-                        f"{look.peer}, which should give stage {look.stage.index}, is not a member"
+                        f"{look.peer}, which should give stage {look.stage.index}, is not a peer"
                     )
                 self._place, self._asked = look.place, look.peer
                 yield look

@@ -14,6 +14,7 @@ from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
 from skein.protocol.coordinator.runs.ending import LEARNING_RATE_RATIO, rewind_of
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.placing.holdings import Holdings
+from skein.protocol.coordinator.runs.placing.neighbours import neighbours_of
 from skein.protocol.coordinator.runs.placing.planning import (
     fleet_of,
     recorded_plan,
@@ -276,7 +277,7 @@ class Placement(RunPart):
             begins=job.begins,
             choices=choices_in_force(job.chosen, job.places),
         )
-        self._members.assign(told)
+        self._members.assign(told, neighbours_of(plan))
 
     def _average(self, sources: Sources, *, now: float) -> None:
         """Record that these stages are others from here on: what is known of them elsewhere does not count."""

@@ -1,15 +1,16 @@
 """The workers of the newest generation: what they have said under it, and how the run speaks to them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from skein.protocol.coordinator.coordinator_io import Outbox
+from skein.protocol.coordinator.runs.placing.neighbours import Assigned, difference
 from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import GenerationMember, GenerationOpened
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.directives import Assign, ChunkVersion, Directive, Dismiss, Member, NewGeneration
 from skein.protocol.messages.reports import Ack, ChunksReady, Prefetched
 from skein.topology.fleet import Fleet
-from skein.types import Generation, SiteId, WorkerId
+from skein.types import Generation, Incarnation, SiteId, Step, WorkerId
 
 _NUM_COPIES = 8
 """Copies of one worker that are remembered; it keeps fewer."""
@@ -34,6 +35,10 @@ class Members:
         """Workers of the run that are not lost, members or not."""
         self.out = outbox
         self._entries: dict[WorkerId, Entry] = {}
+        self._assigned: dict[Incarnation, Assigned] = {}
+        """Newest Assign that each process was sent; whether it has that shows by what it acknowledges."""
+        self._computed: dict[Incarnation, Step] = {}
+        """Newest step of which each process has reported."""
 
     def __contains__(self, worker: WorkerId) -> bool:
         return worker in self._entries
@@ -73,7 +78,6 @@ class Members:
         self.acks.clear()
         self.ready.clear()
         generation = Generation(history.generation + 1)
-        members = tuple(self.out.in_generation(entry.member, generation) for entry in self._entries.values())
         opened = GenerationOpened(
             job=self.job.job,
             generation=generation,
@@ -82,15 +86,28 @@ class Members:
             wall_s=now,
         )
         self.out.record(opened)
-        self.out.log(f"generation={opened.generation} members={len(members)}: {reason}", job=self.job.job)
-        fence = NewGeneration(
-            job=self.job.job,
-            members=members,
-            last_commit=self.job.last_commit,
-            position=self.out.position,
+        self.out.log(
+            f"generation={opened.generation} members={len(self._entries)}: {reason}", job=self.job.job
         )
-        self.send(fence, *self._entries)
+        self._fence(generation)
         return opened.generation
+
+    def _fence(self, generation: Generation) -> None:
+        """Have all members stop; those that may lack the last commit are given it, and the others are not."""
+        version, position = self.job.version, self.out.position
+        key = self.out.generation_key(generation).value
+        told: dict[bool, list[WorkerId]] = {True: [], False: []}
+        for worker, entry in self._entries.items():
+            told[self._computed.get(entry.hello.incarnation) == version].append(worker)
+        for has_commit, workers in told.items():
+            last_commit = None if has_commit else self.job.last_commit
+            fence = NewGeneration(job=self.job.job, key=key, last_commit=last_commit, position=position)
+            self.send(fence, *workers)
+
+    def computed(self, worker: WorkerId, step: Step) -> None:
+        """A member reports of a step, so it has applied the commit before that."""
+        if step == self.job.version:
+            self._computed[self._entries[worker].hello.incarnation] = step
 
     def has_state(self, worker: WorkerId) -> bool:
         """Whether a member that has acknowledged holds chunks or copies of stages."""
@@ -116,12 +133,28 @@ class Members:
         self.placed = dict.fromkeys(workers)
         self._donors.clear()
 
-    def assign(self, told: Mapping[WorkerId, Assign]) -> None:
-        """Tell each worker of the plan its part."""
+    def assign(self, told: Mapping[WorkerId, Assign], near: Mapping[WorkerId, Set[WorkerId]]) -> None:
+        """Tell each worker of the plan its part and its peers, as a difference to what it has by its acknowledgement.
+
+        Args:
+            told: the parts, by worker.
+            near: workers that each exchanges tensors with; donors of state are peers too.
+        """
         self.place(sorted(told))
+        peers = {worker: entry.member for worker, entry in self._entries.items()}
+        assigned: dict[Incarnation, Assigned] = {}
         for worker in self.placed:
-            self._donors[worker] = donors_of(told[worker])
-            self.send(told[worker], worker)
+            donors = self._donors[worker] = donors_of(told[worker])
+            incarnation = peers[worker].incarnation
+            before = self._assigned.get(incarnation)
+            if before is not None and self.acks[worker].assigned != before.generation:
+                before = None
+            mine = tuple(peers[other] for other in sorted((donors | near[worker]) - {worker}))
+            self.send(difference(told[worker], mine, before), worker)
+            assigned[incarnation] = Assigned(
+                generation=self.job.generation, job=self.job.job, peers={peer.worker: peer for peer in mine}
+            )
+        self._assigned = assigned
 
     def may_have_met(self, worker: WorkerId, peer: WorkerId) -> bool:
         """Whether the plan that was assigned lets a worker know whether a peer can be reached."""
