@@ -520,7 +520,10 @@ class CoordinatorMetrics:
         self._unaware.set(num_unaware)
         self._sample_relays(view, relay)
         self._lag.set(lag_s)
-        _set_by_state(self._jobs_by_state, JobState, [view.state_of(job.job) for job in history.listed()])
+        states = Counts(history.jobs.num_shelved)
+        states.update(view.state_of(job.job) for job in history.jobs.resident() if job.sweep is None)
+        for state in JobState:
+            self._jobs_by_state.labels(state).set(states[state])
         self._queue.sample(view, now=now)
         self._sweeps.sample(view)
         _set_by_state(self._workers, WorkerState, [worker.state for worker in workers])

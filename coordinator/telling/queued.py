@@ -34,8 +34,9 @@ class QueueGauges:
 
     def sample(self, view: CoordinatorView, *, now: float) -> None:
         """Take the state of the moment."""
-        listed = [job.job for job in view.history.listed()]
-        since = {job: at for job in listed if (at := view.waits_since_s(job)) is not None}
+        # Jobs that have ended wait for nothing, and to ask would read each of them from the shelf.
+        queue = [job.job for job in view.history.queue()]
+        since = {job: at for job in queue if (at := view.waits_since_s(job)) is not None}
         self._queue.set(len(since))
         self._waiting.clear()
         for job in sorted(since, key=lambda job: since[job])[:MAX_LABELS]:

@@ -9,9 +9,11 @@ from coordinator.records.store import Lookout
 from coordinator.replayed import ReplayedLog
 from coordinator.service.calls import NotFoundError
 from coordinator.telling.listing import MAX_BYTES, MAX_JOBS, AskedPage, job_page
+from skein.protocol.log.history import JobHistory
 from skein.protocol.log.records import JobEnded, JobSubmitted, Record
 from skein.types import JobId, JobState
 from skein.wire import codec
+from skein.wire.relay.switchboard import Switchboard
 from skein.wire.v1 import jobs_pb2
 from tests.coordinator.test_snapshot import append, maker_of, replayed
 from tests.support.jobs import small_job
@@ -96,3 +98,18 @@ def test_a_row_has_priority_and_kind_and_a_reason_cut_short(shelved: ReplayedLog
 def test_a_page_before_an_unknown_job_is_refused(shelved: ReplayedLog) -> None:
     with pytest.raises(NotFoundError, match="ask for the newest page"):
         page(shelved, AskedPage(limit=0, before="gone"))
+
+
+def test_gauges_of_each_second_read_no_job_from_the_shelf(
+    shelved: ReplayedLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(job: JobId) -> JobHistory:
+        raise AssertionError(f"{job} is read")
+
+    monkeypatch.setattr(shelved.machine.history.jobs, "fetch", refuse)
+    view = shelved.machine.view
+    relay = Switchboard(is_offered=True)
+    shelved.metrics.sample(view, (), relay=relay, num_streams=0, num_unaware=0, lag_s=0.0, now=5000.0)
+    text = shelved.metrics.render().decode()
+    assert f'skein_jobs{{state="failed"}} {float(NUM_JOBS - len(GOING))}' in text
+    assert "skein_queue_jobs 2.0" in text
