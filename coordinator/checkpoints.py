@@ -136,8 +136,11 @@ class Upload:
     def _room_explained(self) -> AbstractContextManager[None]:
         return room_explained(self._num_bytes, self._target.parent)
 
-    def finish(self) -> None:
+    def finish(self, *, replaces: bool) -> None:
         """Make the file durable under its name.
+
+        Args:
+            replaces: whether a checkpoint of that version, such as a damaged one, ends to exist.
 
         Raises:
             NoRoomError: the disk has become full.
@@ -148,6 +151,8 @@ class Upload:
             os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
+        if replaces:
+            self._target.with_name(MANIFEST).unlink(missing_ok=True)
         self._part.replace(self._target)
         sync_directory(self._target.parent)
 
@@ -226,8 +231,8 @@ class CheckpointStore:
 
     # --- for uploads and downloads: the coordinator's own store ---
 
-    def upload(self, job: JobId, version: Step, name: str, num_bytes: int, *, replaces: bool) -> Upload:
-        """A file to be written. If it `replaces`, whatever checkpoint of that version was there ends to exist.
+    def upload(self, job: JobId, version: Step, name: str, num_bytes: int) -> Upload:
+        """A file to be written.
 
         Raises:
             RemoteError: a name that no checkpoint has.
@@ -238,8 +243,6 @@ class CheckpointStore:
             raise RemoteError(f"{name}: {num_bytes} bytes, at most {MAX_FILE_BYTES} are taken")
         self._directory.mkdir(parents=True, exist_ok=True)
         require_room(self._directory, num_bytes, reserved_bytes=self._reserved_bytes)
-        if replaces:
-            target.with_name(MANIFEST).unlink(missing_ok=True)
         return Upload(target, num_bytes)
 
     def pieces(self, job: JobId, version: Step, name: str, offset: int, piece_bytes: int) -> Iterator[bytes]:

@@ -110,25 +110,26 @@ class Checkpoint(checkpoint_pb2_grpc.CheckpointServicer):
         parts: AsyncIterator[checkpoint_pb2.PutPart],
     ) -> PutReply:
         """Write a file. A checkpoint that exists at the end stays, and a file of it must be the same."""
-        async with self._opened(start, replaces=self._existing(start, context) is None) as upload:
+        async with self._opened(start) as upload:
             sha256 = await self._receive(upload, parts)
             if upload.num_missing or upload.sha256 != sha256:
                 raise RemoteError(f"{start.name}: {upload.num_missing} bytes missing, or not what was sent")
             # The checkpoint may have been committed while the file was on its way, or be about to be.
             async with self._driver.files.completing():
                 self._require_saver(start, context)
-                committed = _file_of(self._existing(start, context), start.name)
+                existing = self._existing(start, context)
+                committed = _file_of(existing, start.name)
                 if committed is None:
-                    await self._outside.answer(upload.finish, _DISK)
+                    await self._outside.answer(partial(upload.finish, replaces=existing is None), _DISK)
                 elif committed.sha256 != sha256:
                     raise RemoteError(f"{start.name} of version {start.version} exists with other content")
         return PutReply(num_bytes=start.num_bytes, sha256=sha256)
 
     @asynccontextmanager
-    async def _opened(self, start: PutStart, *, replaces: bool) -> AsyncIterator[Upload]:
+    async def _opened(self, start: PutStart) -> AsyncIterator[Upload]:
         """A file to write to, which is gone in the end if it was not finished."""
         make = partial(self._store.upload, start.job, start.version, start.name, start.num_bytes)
-        file = _Opened(partial(make, replaces=replaces))
+        file = _Opened(make)
         # Not one of those that may be left behind: these are refused when there are many.
         closing = Thread(target=file.close, name="upload-end", daemon=True)
         is_silent = False

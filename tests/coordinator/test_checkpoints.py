@@ -39,10 +39,10 @@ def file_of(data: bytes = DATA, name: str = NAME) -> CheckpointFile:
 
 
 def put(store: CheckpointStore, version: int, data: bytes = DATA, name: str = NAME) -> None:
-    with store.upload(JOB, Step(version), name, len(data), replaces=True) as upload:
+    with store.upload(JOB, Step(version), name, len(data)) as upload:
         upload.write(data[:100])
         upload.write(data[100:])
-        upload.finish()
+        upload.finish(replaces=True)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_an_uploaded_file_comes_back_from_any_offset(store: CheckpointStore) -> 
 
 
 def test_an_upload_that_is_not_finished_leaves_nothing(store: CheckpointStore, tmp_path: Path) -> None:
-    with store.upload(JOB, Step(10), NAME, len(DATA), replaces=True) as upload:
+    with store.upload(JOB, Step(10), NAME, len(DATA)) as upload:
         upload.write(DATA[:100])
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
@@ -89,7 +89,7 @@ def test_an_upload_that_is_not_finished_leaves_nothing(store: CheckpointStore, t
 def test_more_bytes_than_announced_are_refused(store: CheckpointStore) -> None:
     with (
         pytest.raises(RemoteError, match="1 bytes more"),
-        store.upload(JOB, Step(1), NAME, 10, replaces=True) as upload,
+        store.upload(JOB, Step(1), NAME, 10) as upload,
     ):
         upload.write(bytes(11))
 
@@ -99,28 +99,34 @@ def test_more_bytes_than_announced_are_refused(store: CheckpointStore) -> None:
 )
 def test_names_that_could_leave_the_folder_are_refused(store: CheckpointStore, name: str) -> None:
     with pytest.raises(RemoteError):
-        store.upload(JOB, Step(1), name, 1, replaces=True)
+        store.upload(JOB, Step(1), name, 1)
 
 
 @pytest.mark.parametrize("job", ["", "..", "a/b", "A", "a.b"])
 def test_jobs_that_could_leave_the_folder_are_refused(store: CheckpointStore, job: str) -> None:
     with pytest.raises(RemoteError):
-        store.upload(JobId(job), Step(1), NAME, 1, replaces=True)
+        store.upload(JobId(job), Step(1), NAME, 1)
 
 
 def test_a_file_that_would_fill_the_disk_is_refused(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, reserved_bytes=1 << 62)
     with pytest.raises(NoRoomError, match=f"needs 1 B at {tmp_path}, 0 B are free"):
-        store.upload(JOB, Step(1), NAME, 1, replaces=True)
+        store.upload(JOB, Step(1), NAME, 1)
 
 
-def test_a_new_upload_ends_the_checkpoint_that_was_there(store: CheckpointStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replaces", [True, False])
+def test_an_upload_that_replaces_ends_the_checkpoint_that_was_there_when_it_is_finished(
+    store: CheckpointStore, tmp_path: Path, replaces: bool
+) -> None:
     put(store, 10)
     store.write_manifest(checkpointed(JOB, 10, file_of()), job_spec())
     manifest = tmp_path / "checkpoints" / JOB / "v00000010" / MANIFEST
     assert manifest.exists()
-    with store.upload(JOB, Step(10), NAME, 1, replaces=True):
-        assert not manifest.exists()
+    with store.upload(JOB, Step(10), NAME, 1) as upload:
+        upload.write(b"x")
+        assert manifest.exists()
+        upload.finish(replaces=replaces)
+    assert manifest.exists() is not replaces
 
 
 @pytest.mark.parametrize("damage", ["a byte", "short", "a file", "a folder"])
@@ -307,7 +313,7 @@ async def test_a_large_file_is_synced_as_it_is_written(
 async def test_no_more_than_16_mib_are_written_without_a_sync(store: CheckpointStore) -> None:
     """32 uploads to a disk that takes 20 MB a second must not seem silent for 30 s."""
     asked, data = Outside(), bytes(16 << 20)
-    with store.upload(JOB, Step(10), NAME, len(data), replaces=True) as upload:
+    with store.upload(JOB, Step(10), NAME, len(data)) as upload:
         await asked.answer(partial(upload.write, data), "the coordinator's checkpoints")
     assert asked.num_moved == 1
 

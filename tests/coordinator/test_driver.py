@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 import time
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from coordinator.checkpoints import DamagedError
 from coordinator.driver import CLOCK_S, ClockSetError, check_wall_clock, wall_clock
+from coordinator.filing import Filing
 from coordinator.records.logfile import LogFull
 from coordinator.records.store import Fenced
 from coordinator.streams import Stream
@@ -26,7 +28,14 @@ from skein.protocol.coordinator.coordinator_io import (
     SubmitAsked,
     WriteManifest,
 )
-from skein.protocol.log.records import CoresetChosen, GenerationOpened, HaltAsked, JobEnded, JobSubmitted
+from skein.protocol.log.records import (
+    CheckpointCommitted,
+    CoresetChosen,
+    GenerationOpened,
+    HaltAsked,
+    JobEnded,
+    JobSubmitted,
+)
 from skein.protocol.messages.coresets import parts_of
 from skein.protocol.messages.directives import (
     Assign,
@@ -38,9 +47,11 @@ from skein.protocol.messages.directives import (
 )
 from skein.protocol.messages.reports import Beat, ChunksReady
 from skein.protocol.messages.tensors import Phase
+from skein.storage.outside import Outside
 from skein.types import Condition, Epoch, Incarnation, JobId, JobState, Step, WorkerId
 from skein.wire.extra import Downward
 from tests.coordinator.builders import (
+    Files,
     MemoryLog,
     checkpointed,
     eventually,
@@ -165,6 +176,32 @@ async def test_a_checkpoint_in_question_is_read_and_what_was_found_is_told() -> 
         assert (found.condition, found.reason) == (Condition.DAMAGED, "stage-000 is not there")
         it.files.error = UserError("checkpoint.url", "s3://b", "no such host")
         assert (await it.driver.files.verify(checkpoint)).condition is Condition.UNKNOWN
+
+
+async def test_calls_that_wait_behind_a_hung_place_fail_at_once_and_other_places_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files, never = Files(), threading.Event()
+    filing = Filing(files, Outside(silent_s=0.5))
+    asked: list[str | None] = []
+
+    def verify(checkpoint: CheckpointCommitted) -> None:
+        asked.append(checkpoint.url)
+        if checkpoint.url == "s3://hung":
+            never.wait()
+
+    monkeypatch.setattr(files, "verify", verify)
+    versions = range(1, 9)
+    hung = [asyncio.create_task(filing.verify(checkpointed("a", v, url="s3://hung"))) for v in versions]
+    elsewhere = await filing.verify(checkpointed("b", 1, url="s3://well"))
+    assert elsewhere.condition is Condition.WHOLE
+    assert not any(each.done() for each in hung)
+    found = await asyncio.gather(*hung)
+    assert {each.condition for each in found} == {Condition.UNKNOWN}
+    assert "did not answer a moment ago: is it mounted" in found[-1].reason
+    assert asked.count("s3://hung") == 1, "each call waits for the silence of the one before"
+    assert (await filing.verify(checkpointed("c", 1))).condition is Condition.WHOLE
+    never.set()
 
 
 @pytest.mark.parametrize("error", [LogFull("disk full"), Fenced("epoch 1 is over")])

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,17 +27,28 @@ from coordinator.telling.metrics import CoordinatorMetrics
 from skein.config.quota import UNBOUNDED, QuotasSpec
 from skein.errors import LocalError, RemoteError, UserError
 from skein.protocol.messages.directives import Welcome
+from skein.types import JobId, Step
+from skein.wire import codec
 from skein.wire.channel import Lane, open_channel, open_enrolment_channel
 from skein.wire.context import Context
 from skein.wire.credentials import Credentials, Wallet
+from skein.wire.extra import PutStart
 from skein.wire.identity.authority import LIFE_S, Authority
 from skein.wire.identity.enrolling import enrol, renew_wallet, renewed, renewed_if_due
 from skein.wire.identity.joining import JoinLine
 from skein.wire.identity.names import LOCAL, Caller, CallerRole
 from skein.wire.identity.passport import Passport
-from skein.wire.v1 import identity_pb2, identity_pb2_grpc, jobs_pb2, jobs_pb2_grpc
-from tests.coordinator.builders import WAIT_S, hello, plan_at_once
+from skein.wire.v1 import (
+    checkpoint_pb2,
+    checkpoint_pb2_grpc,
+    identity_pb2,
+    identity_pb2_grpc,
+    jobs_pb2,
+    jobs_pb2_grpc,
+)
+from tests.coordinator.builders import WAIT_S, checkpointed, hello, plan_at_once
 from tests.coordinator.serving import ScriptedWorker
+from tests.coordinator.test_service_files import FILE, log_with_steps
 from worker.joining import identity_by
 
 
@@ -174,6 +185,25 @@ async def test_a_worker_that_claims_the_name_of_another_is_refused_and_the_other
             async with known.channel(known.admin) as channel:
                 status = await jobs_pb2_grpc.JobsStub(channel).Workers(jobs_pb2.WorkersRequest())
             assert [(x.worker, x.state) for x in status.workers] == [("one", jobs_pb2.WORKER_STATE_IDLE)]
+
+
+async def test_workers_outside_a_job_upload_and_read_no_checkpoint_however_many_calls_they_hold(
+    tmp_path: Path,
+) -> None:
+    log_with_steps(tmp_path, checkpointed("digits-1", 3, FILE))
+    start = PutStart(job=JobId("digits-1"), version=Step(5), name=FILE.name, num_bytes=1 << 30)
+    async with cluster(tmp_path) as known, AsyncExitStack() as opened:
+        passports = [await known.passport(f"outsider{number}") for number in range(4)]
+        channels = [await opened.enter_async_context(known.channel(each)) for each in passports]
+        uploads = [checkpoint_pb2_grpc.CheckpointStub(each).Put() for each in channels for _ in range(12)]  # type: ignore[call-arg]
+        for upload in uploads:
+            await upload.write(codec.PUT_PART.encode(start))
+        assert {await upload.code() for upload in uploads} == {grpc.StatusCode.FAILED_PRECONDITION}
+        assert "was not asked to save version 5 of digits-1" in str(await uploads[0].details())
+        request = checkpoint_pb2.GetRequest(job="digits-1", version=3, name=FILE.name)
+        with pytest.raises(aio.AioRpcError, match="is with no job that reads checkpoints of digits-1"):
+            [_ async for _ in checkpoint_pb2_grpc.CheckpointStub(channels[0]).Get(request)]
+    assert not [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
 
 
 async def test_a_revoked_worker_is_turned_away_at_once(tmp_path: Path) -> None:
