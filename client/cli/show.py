@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from typing import TypeVar, assert_never
 
 from client.cli.tables import count, duration, eta_s, number, steps_text
@@ -10,8 +11,10 @@ from client.planning.estimates import estimate_of_job
 from skein.config.job import JobSpec, read_spec
 from skein.config.location import OFFERED
 from skein.errors import UserError
+from skein.protocol.coordinator.runs.incidents import OpenIncident
 from skein.protocol.coordinator.runs.watching.measuring import PARTED
-from skein.protocol.log.incident import cost, remedied, what
+from skein.protocol.coordinator.runs.workers.probation import Exclusion
+from skein.protocol.log.incident import cost, remedied, short, what
 from skein.topology.fleet import Profile
 from skein.units import counted, format_bytes
 from skein.wire.views import (
@@ -38,6 +41,23 @@ _NONE = "-"
 
 _OF_ARRAYS = ("holders", "plan", "rule", "data", "checkpoint")
 """Fields that a sweep does not have: each of its arrays has its own."""
+
+
+_MOST_EXCLUDED = 4
+
+
+def exclusions_text(exclusions: Sequence[Exclusion]) -> str:
+    """Workers that get no more work of a job for now, each with the cause and the reason."""
+    named = [f"{x.worker} ({x.cause}: {x.reason})" for x in exclusions[:_MOST_EXCLUDED]]
+    more = len(exclusions) - len(named)
+    return "; ".join([*named, *([f"and {more} more"] if more else [])])
+
+
+def open_incident_text(incident: OpenIncident) -> str:
+    """A failure that lasts: since when, its kind, its workers and the reason."""
+    since = time.strftime("%H:%M:%S", time.localtime(incident.wall_s))
+    words = (incident.kind, short(incident.workers), f"({incident.reason})", f"since {since}")
+    return " ".join(word for word in words if word)
 
 
 def job_lines(status: JobStatus) -> list[str]:
@@ -75,7 +95,9 @@ def job_lines(status: JobStatus) -> list[str]:
         or (_NONE if not status.plan or status.state.is_final else "as asked"),
         **({"tensor": _UNSHARED} if _is_unshared(status, spec) else {}),
         **({"quarantined": ", ".join(status.quarantined)} if status.quarantined else {}),
+        **({"excluded": exclusions_text(status.exclusions)} if status.exclusions else {}),
         "incidents": incidents,
+        **({"failure": open_incident_text(status.open_incident)} if status.open_incident else {}),
         "plan": status.plan or _NONE,
         "rule": estimate_of_job(spec).words,
         "data": _data(status, spec),

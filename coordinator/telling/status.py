@@ -93,6 +93,8 @@ def _own_status(view: CoordinatorView, journal: Journal, job: JobId, reported: R
         namespace=history.namespace,
         quotas=view.quotas.of(history.namespace),
         quarantined=tuple(sorted(history.quarantined)),
+        exclusions=() if run is None else run.exclusions,
+        open_incident=None if run is None else run.open_incident,
         choice=choice_status(history),
         priority=history.spec.priority,
         kind=_kind(history.spec),
@@ -146,6 +148,8 @@ def brief_status(
         transfer_times=(),
         shortfalls=(),
         uses=(),
+        exclusions=(),
+        open_incident=None,
         choice=None,
     )
 

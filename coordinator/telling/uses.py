@@ -1,5 +1,6 @@
 """Gauges of what plans use of workers: holders of stages, activations at their peaks, shares without an op."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -9,6 +10,7 @@ from coordinator.telling.status import Reported, with_told
 from skein.plan.changing.leeway import settled
 from skein.plan.clock.holding import WorkerUse, planned_uses
 from skein.plan.plan import Plan
+from skein.protocol.coordinator.runs.workers.probation import ExclusionCause
 from skein.protocol.coordinator.view import RunView
 from skein.types import JobId
 
@@ -21,6 +23,12 @@ class UseGauges:
             "skein_stage_holders",
             "Workers that hold a stage, and how many the job asks for",
             ["job", "stage", "kind"],
+            registry=registry,
+        )
+        self._excluded = Gauge(
+            "skein_excluded_workers",
+            "Workers that get no more work of a job for now, by cause: link, failure, lacking or proof",
+            ["job", "cause"],
             registry=registry,
         )
         self._activations = Gauge(
@@ -40,10 +48,12 @@ class UseGauges:
     def sample(self, runs: Iterable[RunView], reported: Reported) -> None:
         """Show the active jobs as they are now; nothing without any."""
         self._holders.clear()
+        self._excluded.clear()
         self._activations.clear()
         self._bubble.clear()
         before, self._planned = self._planned, {}
         for run in runs:
+            self._show_excluded(run)
             if run.plan is None:
                 continue
             job, known = run.job.job, before.get(run.job.job)
@@ -52,6 +62,11 @@ class UseGauges:
             self._planned[job] = known
             self._show_holders(run, run.plan)
             self._show(job, with_told(known[1][:MAX_WORKERS], reported))
+
+    def _show_excluded(self, run: RunView) -> None:
+        counts = Counter(exclusion.cause for exclusion in run.exclusions)
+        for cause in ExclusionCause:
+            self._excluded.labels(run.job.job, cause).set(counts[cause])
 
     def _show_holders(self, run: RunView, plan: Plan) -> None:
         for stage in plan.stages[:MAX_LABELS]:

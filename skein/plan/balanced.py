@@ -25,6 +25,7 @@ from skein.plan.agreeing.walkers import lines_of, paths_within, walkers_of
 from skein.plan.changing.clauses import About, Clause, Clauses, and_more, held_by
 from skein.plan.changing.easing import with_cure
 from skein.plan.changing.leeway import is_settled, settled, settlings, weighed_s
+from skein.plan.changing.redundancy import num_missing
 from skein.plan.changing.shards import SeatedShards, is_near, seat_shards, shard_clauses
 from skein.plan.changing.silent import slower_s, with_silent, working
 from skein.plan.check import too_few, violations
@@ -266,7 +267,33 @@ def _has_same_cut(previous: Plan, even: Sequence[StageSpec], layout: Layout) -> 
 
 
 def _replan(setting: Setting, previous: Plan) -> Plan | None:
-    """The plan nearest to the previous one; None if its stages fit nowhere any more."""
+    """The plan nearest to the previous one; None if its stages fit nowhere any more.
+
+    Where a plan that moves more gives stages more of the holders that the job asks for, it is that one: holders come
+    before speed.
+    """
+    near = _near(setting, previous)
+    replicas = setting.job.parallel.replicas
+    if near is None or not num_missing(near, replicas):
+        return near
+    seating = _seated_anywhere(setting, previous.stages)
+    anywhere = None if seating is None else _finish(setting, previous.stages, seating, previous)
+    if anywhere is None or num_missing(anywhere, replicas) >= num_missing(near, replicas):
+        return near
+    return anywhere
+
+
+def _seated_anywhere(setting: Setting, stages: Sequence[StageSpec]) -> Seating | None:
+    """Holders of these stages, wherever they were before."""
+    parallel, vocabulary = setting.job.parallel, setting.job.parallel.vocabulary
+    if not parallel.num_shards or vocabulary.scope is ShardScope.PIPELINE:
+        return _seated(setting, stages)
+    found = _with_places(setting, stages, by_memory=False)
+    return found.seating if isinstance(found, SeatedShards) else None
+
+
+def _near(setting: Setting, previous: Plan) -> Plan | None:
+    """The plan that leaves as much as it can where it is."""
     demand = setting.demand(previous.stages)
     position = {worker: i for i, worker in enumerate(setting.pool.workers)}
     held = [

@@ -20,7 +20,16 @@ from skein.protocol.worker.worker_io import WorkerEvent
 from skein.sim.faults import draw_faults, schedule_faults
 from skein.sim.judging.invariants import Violated
 from skein.sim.processes.worker import SimWorker
-from skein.sim.scenario import FleetShape, disturbed, judge, make_world, run_to_end
+from skein.sim.scenario import (
+    FEW_STEPS,
+    FleetShape,
+    disturbed,
+    judge,
+    judge_lasting,
+    make_world,
+    num_steps_of,
+    run_to_end,
+)
 from skein.sim.shapes import (
     ARRAYS,
     GUARDED,
@@ -160,9 +169,11 @@ def told_of(seed: int, *, shape: str, num_faults: int, is_traced: bool = False) 
     """Outcome of one seed (empty if it violates no invariant), and the story."""
     of = shape_by_text(seed, shape)
     new_world = TracedWorld if is_traced else World
-    world = disturbed(of, seed=seed, num_faults=num_faults, new_world=new_world)
+    steps = num_steps_of(seed)
+    world = disturbed(of, seed=seed, num_faults=num_faults, new_world=new_world, steps=steps)
+    judged = judge if steps == FEW_STEPS else judge_lasting
     again = f"--shape '{of.text}' --faults {num_faults} --seed {seed} --trace"
-    return _violation(partial(judge, of, world), again, f"seed={seed}"), "\n".join(world.lines)
+    return _violation(partial(judged, of, world), again, f"seed={seed}"), "\n".join(world.lines)
 
 
 def strike_told(seed: int, *, rule: str) -> tuple[str, str]:

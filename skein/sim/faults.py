@@ -20,6 +20,8 @@ SLOWER = 4.0
 AWAY_S = 5.0
 """At least so long is a worker away that was killed."""
 FAILING: tuple[type[Op], ...] = (*COMPUTE_OPS.values(), PackOp, SumOp, JoinOp, ApplyOp)
+APART_S = (2.0, 6.0, 12.0, 20.0, 40.0)
+"""Seconds for which holders of two stages, or of one, do not reach each other: below patience, and far beyond it."""
 SILENCES_S = (2.0, 4.0, 8.0)
 """Seconds for which holders of a stage are cut off."""
 ASK_AGAIN_S = 1.0
@@ -267,10 +269,36 @@ def _half_mute(world: World, fault: Fault) -> None:
 
 def _cut(world: World, fault: Fault) -> None:
     """Make one directed link a black hole."""
-    if fault.worker != fault.other:
-        world.network.cut(fault.worker, fault.other)
-        mend = partial(world.network.mend, fault.worker, fault.other)
-        world.clock.after(fault.seconds, mend)
+    _cut_pair(world, fault.worker, fault.other, fault.seconds)
+
+
+def _apart(world: World, fault: Fault) -> None:
+    """Holders of two stages do not reach each other, or at every third number those of one; the coordinator does."""
+    run = _some_run(world, fault)
+    if run is None or run.plan is None:
+        return
+    stages, number = run.plan.stages, fault.number
+    first = number % len(stages)
+    second = first if number % 3 == 0 else (first + 1) % len(stages)
+    seconds = APART_S[number // 3 % len(APART_S)]
+    for sender in run.plan.holders(stages[first].index):
+        for receiver in run.plan.holders(stages[second].index):
+            _cut_pair(world, sender, receiver, seconds)
+            if first != second:
+                _cut_pair(world, receiver, sender, seconds)
+
+
+def _cut_pair(world: World, sender: WorkerId, receiver: WorkerId, seconds: float) -> None:
+    if sender != receiver:
+        world.network.cut(sender, receiver)
+        world.clock.after(seconds, partial(world.network.mend, sender, receiver))
+
+
+def _choke(world: World, fault: Fault) -> None:
+    """The coordinator's large messages to a worker are lost, and another worker starts again: a plan is to be told."""
+    world.choke_worker(fault.worker, APART_S[fault.number % len(APART_S)])
+    if fault.other != fault.worker:
+        world.restart_worker(fault.other)
 
 
 def _partition(world: World, fault: Fault) -> None:
@@ -417,6 +445,8 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "mute": lambda world, fault: world.mute_worker(fault.worker, fault.seconds),
     "half_mute": _half_mute,
     "cut": _cut,
+    "apart": _apart,
+    "choke": _choke,
     "partition": _partition,
     "one_way": _one_way,
     "silence": _silence,
@@ -437,9 +467,9 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "pause": _pause,
 }
 """By name."""
-RARE = ("crowd", "shrink", "device", "accuse", "accuse")
-"""Faults that strike in `RARE_SHARE` of the schedules, in the place of another."""
-RARE_SHARE = 1 / 8
+RARE = ("crowd", "shrink", "device", "accuse", "accuse", "apart", "apart", "choke", "choke")
+"""Faults that strike in `RARE_SHARE` of the schedules, in the place of another; by how often, each."""
+RARE_SHARE = 1 / 4
 DEADLY = frozenset(
     [
         "kill",
@@ -452,6 +482,7 @@ DEADLY = frozenset(
         "third",
         "site",
         "neighbours",
+        "choke",
         "join",
         "damage",
         "hidden",

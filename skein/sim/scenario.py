@@ -19,6 +19,7 @@ from skein.sim.faults import WITH_TRIALS, draw_faults, schedule_faults
 from skein.sim.judging.bounds import Bounds
 from skein.sim.judging.idling import Idling
 from skein.sim.judging.invariants import Violated
+from skein.sim.judging.recovery import Recovery
 from skein.sim.judging.trials import TrialOutcome, check_trials, trial_outcomes
 from skein.sim.placing import make_v_plan
 from skein.sim.shapes import SimShape
@@ -30,7 +31,7 @@ LIMIT_S = 900.0
 """Simulated seconds by which a job of a few steps must have ended; undisturbed ones take about ten."""
 LIARS_LIMIT_S = 3600.0
 """The same where workers lie: what they should have said may be waited for, and made up for, again and again."""
-QUIET_AFTER_S = 30.0
+QUIET_AFTER_S = 42.0
 """The longest that a fault lasts."""
 STILL_S = 120.0
 """Longer than any pause of the protocol while it has workers and no reason to wait."""
@@ -39,6 +40,12 @@ FLOPS_PER_S = 2e9
 HORIZON_S = 9.0
 """Faults strike before; about as long as a job of eight steps takes on workers of `_SEED_FLOPS_PER_S`."""
 _SEED_FLOPS_PER_S = 8e8
+FEW_STEPS = 8
+LASTING_STEPS = 600
+"""Steps of a job that lasts until well after its faults."""
+LASTING_SLOWER = 4.0
+LASTING_SHARE = 1 / 12
+"""Share of the seeds whose job lasts: they are judged by whether all holders are back."""
 SLOW = 32.0
 """Far too slow for a microbatch of a step with two of them for each replica."""
 REPEAT_EVERY = 7
@@ -125,11 +132,16 @@ def _submit(world: World, job: JobSpec, key: str) -> None:
         world.clock.after(SUBMIT_AGAIN_S, partial(_submit, world, job, key))
 
 
-def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) -> Outcome:
+def run_to_end(
+    world: World, *, limit_s: float, quiet_s: float | None = None, is_to_last: bool = False
+) -> Outcome:
     """Run until all jobs have ended; the outcome is that of the first.
 
     Args:
+        world: to be run.
+        limit_s: simulated time by which the jobs must have ended.
         quiet_s: when the last fault is over, if that is known; progress must go on then.
+        is_to_last: whether to stop as soon as, after `quiet_s`, every stage has its holders again.
 
     Raises:
         Violated: an invariant broke, a job had not ended by `limit_s` of simulated time, or nothing was recorded for
@@ -137,6 +149,7 @@ def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) ->
     """
     job = _submitted(world)
     idling, bounds = Idling(), Bounds()
+    recovery = Recovery(quiet_s=limit_s if quiet_s is None else quiet_s)
     num_records, num_judged, moved_s = 0, 0, 0.0
     while True:
         now = world.clock.now
@@ -152,6 +165,8 @@ def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) ->
             idling.look(world)
             bounds.look(world)
         coordinator = world.coordinator
+        if recovery.is_whole(world) and is_to_last and not world.is_appending:
+            break
         if len(world.log) == num_judged or coordinator is None or world.is_appending:
             continue  # Jobs end by what is recorded.
         num_judged = len(world.log)
@@ -160,9 +175,8 @@ def run_to_end(world: World, *, limit_s: float, quiet_s: float | None = None) ->
     check_replay(world)
     for one in _history(world).jobs:
         check_log(world, one)
-    state = _history(world).state_of(job)
-    assert state is not None
-    return _outcome(world, state)
+    assert world.coordinator is not None
+    return _outcome(world, world.coordinator.view.state_of(job))
 
 
 def _have_ended(world: World, history: History) -> bool:
@@ -260,13 +274,13 @@ def disturbed(
     seed: int,
     num_faults: int,
     kinds: Sequence[str] | None = None,
-    steps: int = 8,
+    steps: int = FEW_STEPS,
     new_world: NewWorld = World,
 ) -> World:
     """A world of this shape that the faults of a seed are going to strike."""
     job, *others = (part.job(steps=steps) for part in shape.each)
     later = {number: part.after_s for number, part in enumerate(shape.each) if part.after_s}
-    fleet = small_fleet(shape)
+    fleet = small_fleet(shape, is_to_last=steps >= LASTING_STEPS)
     has_rows = any(part.num_rows or part.num_trials for part in shape.each)
     new_world = with_arrays(new_world) if has_rows else new_world
     if kinds is None and any(part.num_trials for part in shape.each):
@@ -296,7 +310,12 @@ def with_arrays(new_world: NewWorld) -> NewWorld:
     return partial(new_world, new_executor=SimArrays().executor)
 
 
-def judge(shape: SimShape, world: World, *, steps: int = 8) -> Outcome:
+def num_steps_of(seed: int) -> int:
+    """Steps of the jobs of a seed: few, or of a share of the seeds so many that they last until the faults are over."""
+    return LASTING_STEPS if rng.stream(seed, "lasting").random() < LASTING_SHARE else FEW_STEPS
+
+
+def judge(shape: SimShape, world: World, *, steps: int = FEW_STEPS) -> Outcome:
     """Run a disturbed world to its end; its curve must be that of the undisturbed one, unless somebody lied.
 
     Raises:
@@ -315,6 +334,27 @@ def judge(shape: SimShape, world: World, *, steps: int = 8) -> Outcome:
         elif _told(part, curve_of(world.log, job)) != _told(part, undisturbed_curve(part, steps)):
             raise Violated(f"the loss curve of {job} is not the undisturbed one")
     return outcome
+
+
+def judge_lasting(shape: SimShape, world: World, *, steps: int = LASTING_STEPS) -> None:
+    """Run a disturbed world of jobs that last until every stage has its holders again after the faults.
+
+    The curves up to there must be those of the undisturbed jobs, where they can be compared step by step.
+
+    Raises:
+        Violated: a stage lacks holders for too long, a curve is another, or an invariant broke.
+    """
+    if world.has_liars:
+        return
+    run_to_end(world, limit_s=LIMIT_S, quiet_s=HORIZON_S + QUIET_AFTER_S, is_to_last=True)
+    assert world.coordinator is not None
+    for part, key in zip(shape.each, world.submitted, strict=True):
+        job = world.coordinator.history.job_by_key.get((DEFAULT_NAMESPACE, key))
+        if job is None or part.num_trials or (part.num_rows and part.coreset is not None):
+            continue
+        curve = _told(part, curve_of(world.log, job))
+        if curve != _told(part, undisturbed_steps(part, steps, len(curve))):
+            raise Violated(f"the loss curve of {job} is not the undisturbed one")
 
 
 def _told(shape: SimShape, curve: tuple[StepRecord, ...]) -> tuple[object, ...]:
@@ -337,6 +377,20 @@ def undisturbed_curve(shape: SimShape, steps: int) -> tuple[StepRecord, ...]:
     return curve_of(_undisturbed(shape, steps).log)
 
 
+def undisturbed_steps(shape: SimShape, steps: int, num_wanted: int) -> tuple[StepRecord, ...]:
+    """The first steps of the only job of this shape when nothing happens, of as many as it has at all."""
+    world = _undisturbed_begun(shape, steps)
+    while (num_made := len([x for x in world.log if isinstance(x, StepCommitted)])) < num_wanted:
+        assert num_made < steps and world.clock.step(), "nothing happens any more"
+    return curve_of(world.log)[:num_wanted]
+
+
+@cache
+def _undisturbed_begun(shape: SimShape, steps: int) -> World:
+    """A world that is run as far as anybody asks."""
+    return make_world(shape.job(steps=steps), small_fleet(shape), seed=0, new_world=with_arrays(World))
+
+
 @cache
 def undisturbed_trials(shape: SimShape, steps: int) -> tuple[TrialOutcome, ...]:
     """Outcomes of the trials of a sweep of this shape when nothing happens and nothing is beside it."""
@@ -345,17 +399,21 @@ def undisturbed_trials(shape: SimShape, steps: int) -> tuple[TrialOutcome, ...]:
 
 
 def _undisturbed(shape: SimShape, steps: int) -> World:
-    world = make_world(shape.job(steps=steps), small_fleet(shape), seed=0, new_world=with_arrays(World))
+    world = _undisturbed_begun(shape, steps)
     run_to_end(world, limit_s=LIMIT_S)
     return world
 
 
-def small_fleet(shape: SimShape) -> FleetShape:
-    """Fleet of as many workers as the shape has, in two sites, so slow that faults strike in the middle of things."""
+def small_fleet(shape: SimShape, *, is_to_last: bool = False) -> FleetShape:
+    """Fleet of as many workers as the shape has, in two sites, so slow that faults strike in the middle of things.
+
+    Where jobs are to last, workers are slower still, so that few steps are simulated for many seconds; not where some
+    are far slower anyhow.
+    """
     return FleetShape(
         num_workers=shape.num_workers,
         num_sites=2,
-        flops_per_s=_SEED_FLOPS_PER_S,
+        flops_per_s=_SEED_FLOPS_PER_S / (LASTING_SLOWER if is_to_last and not shape.num_slow else 1.0),
         num_slow=shape.num_slow,
         num_walled=shape.num_walled,
         num_meshes=shape.num_meshes,

@@ -271,6 +271,11 @@ class World(SimService):
                 self.network.cut(sender, receiver)
                 self.clock.after(seconds, partial(self.network.mend, sender, receiver))
 
+    def choke_worker(self, name: WorkerId, seconds: float) -> None:
+        """For so long, lose what is large of what the coordinator sends a worker; its stream breaks each time."""
+        self._streams.choke(name, is_choked=True)
+        self.clock.after(seconds, partial(self._streams.choke, name, is_choked=False))
+
     def slow_worker(
         self, name: WorkerId, factor: float, *, seconds: float | None = None, is_starved: bool = False
     ) -> None:

@@ -8,6 +8,8 @@ from skein.config.resources import Label
 from skein.plan.changing.redundancy import Shortfall
 from skein.plan.clock.holding import WorkerUse
 from skein.plan.plan import ChunkTime, TransferTime
+from skein.protocol.coordinator.runs.incidents import OpenIncident
+from skein.protocol.coordinator.runs.workers.probation import Exclusion
 from skein.protocol.log.records import Incident
 from skein.protocol.messages.array_rounds import PassKind
 from skein.protocol.messages.directives import StepRecord
@@ -222,6 +224,10 @@ class JobStatus:
     """Namespace that owns it."""
     quotas: tuple[QuotaUse, ...] = ()
     """Quotas of that namespace that have a bound."""
+    exclusions: tuple[Exclusion, ...] = ()
+    """Workers that get no more work of it for now, by name; empty in a list of jobs."""
+    open_incident: OpenIncident | None = None
+    """The failure that it is recovering from; None: it is recovering from none."""
     quarantined: tuple[WorkerId, ...] = ()
     """Workers that get no more work of it, for they were shown to contribute wrongly."""
     balance_loss: float | None = None

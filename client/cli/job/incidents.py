@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import click
 
 from client.cli.options import connect_client, remote_command
-from client.cli.show import seconds_text
+from client.cli.show import open_incident_text, seconds_text
 from client.cli.tables import print_json, print_table
 from skein.protocol.log.incident import Totals, ranges, short, total
 from skein.protocol.log.records import Incident
@@ -42,7 +42,7 @@ _NONE = "-"
     help="List the newest N; the totals are of all.",
 )
 def incidents(job: str, *, limit: int, is_json: bool) -> None:
-    """List the failures that JOB has lived through, oldest first, and what they cost together.
+    """List the failures that JOB has lived through, oldest first, and what they cost together; one that lasts, apart.
 
     Columns: SILENT: from the last sign of life to the notice; FENCE and TOOK: from there until all had acknowledged,
     and until work went on; REROUTED: hops with another worker than before; REPLAYED: contributions computed again, as
@@ -50,13 +50,19 @@ def incidents(job: str, *, limit: int, is_json: bool) -> None:
     """
     with connect_client() as client:
         found = client.incidents(job)
+        now_open = client.job(job).status().open_incident
     shown = found[len(found) - min(limit, len(found)) :]
     if is_json:
-        return print_json({"job": job, "incidents": shown, "totals": total(found)})
+        return print_json({"job": job, "incidents": shown, "totals": total(found), "open": now_open})
     if shown:
         print_table(COLUMNS, map(_row, shown), nothing="")
         click.echo()
-    click.echo("\n".join(_total_lines(total(found), len(shown))) if found else f"no incidents in {job}")
+    if now_open is not None:
+        click.echo(f"not over yet: {open_incident_text(now_open)}")
+    elif not found:
+        click.echo(f"no incidents in {job}")
+    if found:
+        click.echo("\n".join(_total_lines(total(found), len(shown))))
 
 
 def _row(incident: Incident) -> tuple[str, ...]:

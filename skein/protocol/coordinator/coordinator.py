@@ -192,6 +192,8 @@ class Coordinator:
                 reason=run.reason,
                 crew=self._scheduler.crew(run.job.job),
                 savers=run.savers,
+                exclusions=run.exclusions,
+                open_incident=run.open_incident,
             )
             for run in self.runs
         }

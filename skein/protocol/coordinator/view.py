@@ -6,7 +6,9 @@ from itertools import islice
 
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.quotas import QuotaUses
+from skein.protocol.coordinator.runs.incidents import OpenIncident
 from skein.protocol.coordinator.runs.watching.measuring import Measured
+from skein.protocol.coordinator.runs.workers.probation import Exclusion
 from skein.protocol.coordinator.sweeping.deciding import course_of, progress_words
 from skein.protocol.log.history import History, JobHistory
 from skein.protocol.membership.membership import Entry
@@ -30,6 +32,10 @@ class RunView:
     """Workers that are with it, sorted."""
     savers: frozenset[tuple[WorkerId, Step]] = frozenset()
     """Workers, each with a version of which it is to write files now."""
+    exclusions: tuple[Exclusion, ...] = ()
+    """Workers that get no more work of it for now, by name."""
+    open_incident: OpenIncident | None = None
+    """The failure that it is recovering from; None: it is recovering from none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

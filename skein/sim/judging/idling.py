@@ -37,7 +37,7 @@ class Idling:
         for job in coordinator.view.waits.keys() - coordinator.view.runs.keys():
             # Who is kept for a job that has waited for longer is idle on purpose.
             here = frozenset(w for w in idle if coordinator.view.kept_for.get(w, job) == job)
-            here = _within_quota(coordinator, world.quotas, job, here)
+            here = within_quota(coordinator, world.quotas, job, here)
             if not _would_run(coordinator, job, here):
                 continue
             before = self._since.get(job, (world.term, here, now))
@@ -64,7 +64,7 @@ def _idle(coordinator: Coordinator) -> frozenset[WorkerId]:
     return frozenset(live)
 
 
-def _within_quota(
+def within_quota(
     coordinator: Coordinator, quotas: QuotasSpec, job: JobId, idle: frozenset[WorkerId]
 ) -> frozenset[WorkerId]:
     """Workers among the idle ones that a job's namespace may have still, those that come first."""

@@ -11,6 +11,7 @@ from functools import partial
 
 from skein.errors import OutOfRangeError
 from skein.protocol.coordinator.coordinator_io import ReportArrived, ReportRefused, Send, StreamBroken
+from skein.protocol.messages.directives import Assign, NewGeneration, Prefetch
 from skein.protocol.messages.ranges import check_numbers
 from skein.protocol.messages.reports import Beat, Hello, Report
 from skein.protocol.worker.worker_io import DirectiveArrived, StreamLost, StreamOpened
@@ -26,6 +27,10 @@ CONTROL_S = 0.01
 """A message on a control stream, one way."""
 DIAL_S = 0.05
 """Seconds from a broken stream to the next try."""
+LARGE = (NewGeneration, Assign, Prefetch)
+"""Directives that are larger than what a link lets through that drops full packets."""
+UNHEARD_S = 2.2
+"""Seconds from a directive that is lost on its way to the end of the stream."""
 DIAL_AGAIN_S = 0.5
 """Seconds from that to the one after, where nobody answers."""
 
@@ -56,6 +61,7 @@ class Streams:
         self._take = take
         self._give = give
         self._reach = ReachTimes()
+        self._choked: set[WorkerId] = set()
 
     # --- who hears whom ---
 
@@ -151,6 +157,10 @@ class Streams:
 
     # --- down ---
 
+    def choke(self, name: WorkerId, *, is_choked: bool) -> None:
+        """Large directives to a worker are lost from now on, and break its stream; or they get through again."""
+        (self._choked.add if is_choked else self._choked.discard)(name)
+
     def send(self, command: Send) -> None:
         """Put a directive on its way."""
         worker = self._workers.get(command.worker)
@@ -163,10 +173,21 @@ class Streams:
     def _hear(self, worker: SimWorker, term: int, event: DirectiveArrived) -> None:
         if term != self._service.term or not worker.is_connected:
             return
-        if self._network.is_cut(COORDINATOR, worker.machine.identity.worker):
+        name = worker.machine.identity.worker
+        if worker.is_unheard:
+            return
+        if name in self._choked and isinstance(event.directive, LARGE):
+            # What is sent after it waits behind it, and is lost with it.
+            worker.is_unheard = True
+            self._clock.after(UNHEARD_S, partial(self._break_unheard, worker))
+        elif self._network.is_cut(COORDINATOR, name):
             worker.down.append(partial(self._take, worker, event))
         else:
             self._take(worker, event)
+
+    def _break_unheard(self, worker: SimWorker) -> None:
+        if worker.is_unheard:
+            self.breaks(worker.machine.identity.worker)
 
     # --- up ---
 

@@ -25,6 +25,8 @@ class SimWorker:
     is_stuck: bool = False
     """Whether no op ends any more."""
     is_connected: bool = False
+    is_unheard: bool = False
+    """Whether a directive was lost on its stream, and with it whatever follows until the stream breaks."""
     is_busy: bool = False
     is_to_forget: bool = False
     to_fail: Callable[[Op], bool] | None = None
@@ -60,6 +62,6 @@ class SimWorker:
 
     def disconnect(self) -> None:
         """The control stream is no more, nor what was under way on it."""
-        self.is_connected = False
+        self.is_connected = self.is_unheard = False
         self.up.clear()
         self.down.clear()

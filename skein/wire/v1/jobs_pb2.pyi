@@ -82,6 +82,37 @@ JOB_KIND_ARRAY: JobKind.ValueType  # 3
 """Trials of a sweep, side by side."""
 Global___JobKind: _TypeAlias = JobKind  # noqa: Y015
 
+class _ExclusionCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ExclusionCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ExclusionCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EXCLUSION_CAUSE_UNSPECIFIED: _ExclusionCause.ValueType  # 0
+    """Of no message that is right."""
+    EXCLUSION_CAUSE_LINK: _ExclusionCause.ValueType  # 1
+    """Peers did not reach it, or the coordinator had no answer."""
+    EXCLUSION_CAUSE_FAILURE: _ExclusionCause.ValueType  # 2
+    """It failed by its own account."""
+    EXCLUSION_CAUSE_LACKING: _ExclusionCause.ValueType  # 3
+    """It lacks what the job names, or does not read the checkpoint."""
+    EXCLUSION_CAUSE_PROOF: _ExclusionCause.ValueType  # 4
+    """Others gave proof against it: time does not end that."""
+
+class ExclusionCause(_ExclusionCause, metaclass=_ExclusionCauseEnumTypeWrapper): ...
+
+EXCLUSION_CAUSE_UNSPECIFIED: ExclusionCause.ValueType  # 0
+"""Of no message that is right."""
+EXCLUSION_CAUSE_LINK: ExclusionCause.ValueType  # 1
+"""Peers did not reach it, or the coordinator had no answer."""
+EXCLUSION_CAUSE_FAILURE: ExclusionCause.ValueType  # 2
+"""It failed by its own account."""
+EXCLUSION_CAUSE_LACKING: ExclusionCause.ValueType  # 3
+"""It lacks what the job names, or does not read the checkpoint."""
+EXCLUSION_CAUSE_PROOF: ExclusionCause.ValueType  # 4
+"""Others gave proof against it: time does not end that."""
+Global___ExclusionCause: _TypeAlias = ExclusionCause  # noqa: Y015
+
 @_typing.final
 class SubmitRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -644,6 +675,8 @@ class JobStatus(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     QUOTAS_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
+    EXCLUSIONS_FIELD_NUMBER: _builtins.int
+    OPEN_INCIDENT_FIELD_NUMBER: _builtins.int
     USES_FIELD_NUMBER: _builtins.int
     BALANCE_LOSS_FIELD_NUMBER: _builtins.int
     DROP_RATIO_FIELD_NUMBER: _builtins.int
@@ -720,6 +753,14 @@ class JobStatus(_message.Message):
         """Workers that were shown to contribute wrongly."""
 
     @_builtins.property
+    def exclusions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Exclusion]:
+        """By worker; not in a list of jobs."""
+
+    @_builtins.property
+    def open_incident(self) -> Global___OpenIncident:
+        """Absent: it is recovering from no failure."""
+
+    @_builtins.property
     def uses(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerUse]:
         """Not in a list of jobs."""
 
@@ -766,6 +807,8 @@ class JobStatus(_message.Message):
         namespace: _builtins.str = ...,
         quotas: _abc.Iterable[Global___QuotaUse] | None = ...,
         quarantined: _abc.Iterable[_builtins.str] | None = ...,
+        exclusions: _abc.Iterable[Global___Exclusion] | None = ...,
+        open_incident: Global___OpenIncident | None = ...,
         uses: _abc.Iterable[Global___WorkerUse] | None = ...,
         balance_loss: _builtins.float | None = ...,
         drop_ratio: _builtins.float | None = ...,
@@ -776,9 +819,9 @@ class JobStatus(_message.Message):
         trials: _abc.Iterable[Global___TrialStatus] | None = ...,
         choice: Global___ChoiceStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_busiest_expert", b"_busiest_expert", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_idlest_expert", b"_idlest_expert", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "busiest_expert", b"busiest_expert", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "idlest_expert", b"idlest_expert", "loss", b"loss", "measured_step_s", b"measured_step_s", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_busiest_expert", b"_busiest_expert", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_idlest_expert", b"_idlest_expert", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_open_incident", b"_open_incident", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "busiest_expert", b"busiest_expert", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "idlest_expert", b"idlest_expert", "loss", b"loss", "measured_step_s", b"measured_step_s", "open_incident", b"open_incident", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_busiest_expert", b"_busiest_expert", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_idlest_expert", b"_idlest_expert", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "busiest_expert", b"busiest_expert", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "chunk_times", b"chunk_times", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "generation", b"generation", "idlest_expert", b"idlest_expert", "job", b"job", "kind", b"kind", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "priority", b"priority", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "trials", b"trials", "uses", b"uses", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss", "_busiest_expert", b"_busiest_expert", "_checkpoint_version", b"_checkpoint_version", "_choice", b"_choice", "_drop_ratio", b"_drop_ratio", "_evaluation_loss", b"_evaluation_loss", "_idlest_expert", b"_idlest_expert", "_loss", b"_loss", "_measured_step_s", b"_measured_step_s", "_open_incident", b"_open_incident", "_waiting_since_wall_s", b"_waiting_since_wall_s", "balance_loss", b"balance_loss", "busiest_expert", b"busiest_expert", "checkpoint_version", b"checkpoint_version", "choice", b"choice", "chunk_times", b"chunk_times", "drop_ratio", b"drop_ratio", "evaluation_loss", b"evaluation_loss", "exclusions", b"exclusions", "generation", b"generation", "idlest_expert", b"idlest_expert", "job", b"job", "kind", b"kind", "loss", b"loss", "lower_bound_s", b"lower_bound_s", "measured_step_s", b"measured_step_s", "name", b"name", "namespace", b"namespace", "num_incidents", b"num_incidents", "num_late_samples", b"num_late_samples", "num_steps_lost", b"num_steps_lost", "num_tokens", b"num_tokens", "num_train_samples", b"num_train_samples", "num_workers", b"num_workers", "open_incident", b"open_incident", "plan", b"plan", "predicted_spread", b"predicted_spread", "predicted_step_s", b"predicted_step_s", "priority", b"priority", "quarantined", b"quarantined", "quotas", b"quotas", "reason", b"reason", "shortfalls", b"shortfalls", "spec", b"spec", "state", b"state", "step", b"step", "step_s", b"step_s", "submitted_wall_s", b"submitted_wall_s", "tokens_per_s", b"tokens_per_s", "total_steps", b"total_steps", "transfer_times", b"transfer_times", "trials", b"trials", "uses", b"uses", "waiting_since_wall_s", b"waiting_since_wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__balance_loss: _TypeAlias = _typing.Literal["balance_loss"]  # noqa: Y015
     _WhichOneofArgType__balance_loss: _TypeAlias = _typing.Literal["_balance_loss", b"_balance_loss"]  # noqa: Y015
@@ -798,6 +841,8 @@ class JobStatus(_message.Message):
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
     _WhichOneofReturnType__measured_step_s: _TypeAlias = _typing.Literal["measured_step_s"]  # noqa: Y015
     _WhichOneofArgType__measured_step_s: _TypeAlias = _typing.Literal["_measured_step_s", b"_measured_step_s"]  # noqa: Y015
+    _WhichOneofReturnType__open_incident: _TypeAlias = _typing.Literal["open_incident"]  # noqa: Y015
+    _WhichOneofArgType__open_incident: _TypeAlias = _typing.Literal["_open_incident", b"_open_incident"]  # noqa: Y015
     _WhichOneofReturnType__waiting_since_wall_s: _TypeAlias = _typing.Literal["waiting_since_wall_s"]  # noqa: Y015
     _WhichOneofArgType__waiting_since_wall_s: _TypeAlias = _typing.Literal["_waiting_since_wall_s", b"_waiting_since_wall_s"]  # noqa: Y015
     @_typing.overload
@@ -818,6 +863,8 @@ class JobStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_step_s) -> _WhichOneofReturnType__measured_step_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__open_incident) -> _WhichOneofReturnType__open_incident | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__waiting_since_wall_s) -> _WhichOneofReturnType__waiting_since_wall_s | None: ...
 
@@ -1227,6 +1274,68 @@ class Shortfall(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Shortfall: _TypeAlias = Shortfall  # noqa: Y015
+
+@_typing.final
+class Exclusion(_message.Message):
+    """A worker that gets no more work of a job for now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    cause: Global___ExclusionCause.ValueType
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        cause: Global___ExclusionCause.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "reason", b"reason", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Exclusion: _TypeAlias = Exclusion  # noqa: Y015
+
+@_typing.final
+class OpenIncident(_message.Message):
+    """A failure that a job has not recovered from yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    kind: _log_pb2.IncidentKind.ValueType
+    reason: _builtins.str
+    step: _builtins.int
+    wall_s: _builtins.float
+    """Of the notice."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        kind: _log_pb2.IncidentKind.ValueType = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+        step: _builtins.int = ...,
+        wall_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "reason", b"reason", "step", b"step", "wall_s", b"wall_s", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenIncident: _TypeAlias = OpenIncident  # noqa: Y015
 
 @_typing.final
 class LeftOut(_message.Message):

@@ -6,7 +6,10 @@ from dataclasses import replace
 from client.cli import run
 from skein.config.quota import QuotaUse
 from skein.plan.changing.redundancy import LeftOut, Shortfall
-from skein.types import JobId, JobState, StageIndex, WorkerId
+from skein.protocol.coordinator.runs.incidents import OpenIncident
+from skein.protocol.coordinator.runs.workers.probation import Exclusion, ExclusionCause
+from skein.protocol.log.records import IncidentKind
+from skein.types import JobId, JobState, StageIndex, Step, WorkerId
 from skein.wire.shown.plain import plain
 from tests.client.cli.said import Captured, lines
 from tests.client.conftest import Scripted
@@ -201,3 +204,39 @@ def test_the_queue_tells_whose_turn_it_is_and_what_the_others_wait_for(
     assert second.split() == ["first-job-1", "0", "running", "2", "-"]
     assert run(["queue", "--json"]) == 0
     assert [found["job"] for found in lines(capsys.readouterr().out)] == ["second-2", "first-job-1"]
+
+
+def test_status_names_excluded_workers_and_a_failure_that_lasts(
+    coordinator: Scripted, capsys: Captured
+) -> None:
+    exclusions = (
+        Exclusion(worker=WorkerId("w0"), cause=ExclusionCause.LINK, reason="w1 cannot reach it: silent"),
+    )
+    lasting = OpenIncident(
+        kind=IncidentKind.LINK_FAILED,
+        workers=(WorkerId("w2"),),
+        reason="w2 came back on a new stream",
+        step=Step(3),
+        wall_s=0.0,
+    )
+    [name] = coordinator.script.jobs
+    coordinator.script.jobs[name] = replace(
+        coordinator.script.jobs[name], exclusions=exclusions, open_incident=lasting
+    )
+    since = time.strftime("%H:%M:%S", time.localtime(0.0))
+    words = f"link_failed w2 (w2 came back on a new stream) since {since}"
+    assert run(["status", name]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "excluded   w0 (link: w1 cannot reach it: silent)" in told
+    assert f"failure    {words}" in told
+    assert run(["incidents", name]) == 0
+    assert f"not over yet: {words}" in capsys.readouterr().out.splitlines()
+    assert run(["incidents", name, "--json"]) == 0
+    [shown] = lines(capsys.readouterr().out)
+    assert shown["open"] == {
+        "kind": "link_failed",
+        "workers": ["w2"],
+        "reason": "w2 came back on a new stream",
+        "step": 3,
+        "wall_s": 0.0,
+    }

@@ -41,9 +41,21 @@ class Fence:
 
     def broke(self, worker: WorkerId, *, now: float) -> None:
         """A worker lost its stream, and with it perhaps what it was told; it has another one."""
-        if self._course.depends_on(worker):
-            reason = f"{worker} came back on a new stream"
-            self.failed(IncidentKind.LINK_FAILED, worker, reason, now=now)
+        if not self._course.depends_on(worker):
+            return
+        reason = f"{worker} came back on a new stream"
+        if self._has_to_answer(worker):
+            reason = f"{reason} without an answer to what it was sent"
+            self._parts.blame.missed(worker, reason)
+        self.failed(IncidentKind.LINK_FAILED, worker, reason, now=now)
+
+    def _has_to_answer(self, worker: WorkerId) -> bool:
+        """Whether a member was sent a generation, or its part of a plan, and has not answered."""
+        members = self._parts.members
+        is_building = self._course.is_in(phases.BuildPhase)
+        if self._course.is_in(phases.FencePhase):
+            return worker in members.unacknowledged()
+        return is_building and worker in members.placed and worker not in members.ready
 
     def blame(self, worker: WorkerId, reason: str, *, now: float) -> None:
         """Strike a worker for a failure on it, and try again: without it after too many times."""
@@ -107,15 +119,23 @@ class Fence:
 
     # --- a new generation ---
 
-    def open(self, reason: str, *, now: float) -> None:
-        """Fence everything older, then plan anew with whoever is here."""
+    def open(self, reason: str, *, waits_for_deaf: bool = False, now: float) -> None:
+        """Fence everything older, then plan anew with the workers that are here.
+
+        Args:
+            reason: in words.
+            waits_for_deaf: whether the generation has workers that did not answer of late, for what they may hold.
+            now: seconds.
+        """
         parts, phase = self._parts, self._course.phase
         if not parts.candidates() and not parts.may_save():
             self.give_up_or_wait(reason, now=now)
             return
         self._course.enter(phases.FencePhase(may_go_on=phase.may_go_on or phase.is_computing), reason)
         parts.fenced(now=now)
-        parts.members.open_generation(reason, now=now)
+        parts.members.open_generation(
+            reason, without=frozenset() if waits_for_deaf else parts.blame.deaf, now=now
+        )
         parts.asking.opened(now=now)
 
     def change(self, reason: str, *, may_go_on: bool, now: float) -> None:
@@ -173,7 +193,9 @@ class Fence:
         elif parts.holdings.is_recut(plan) and parts.savings.is_behind():
             self._stopping.save_held("saving, for stages are cut anew", phases.ThenRecut())
         else:
-            parts.improving.chose(plan, parts.candidates(), may_improve=made.may_improve)
+            # A worker that came after the question was asked is none of those that the plan was made for.
+            asked_for = [x for x in parts.candidates() if parts.members.is_this(x)]
+            parts.improving.chose(plan, asked_for, may_improve=made.may_improve)
             self.build(plan, now=now)
 
     def _resume(self, resumed: Resumed, *, now: float) -> None:
@@ -195,7 +217,7 @@ class Fence:
         if (first := parts.asking.before(plan, now=now)) is not None:
             self._course.explain(first.reason)
             if first.opens_generation:
-                self.open(first.reason, now=now)
+                self.open(first.reason, waits_for_deaf=True, now=now)
             else:
                 self._course.enter(phases.FencePhase(held_back=plan, may_go_on=self._course.phase.may_go_on))
             return

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from skein.plan.changing.unfinished import Contribution
 from skein.protocol.coordinator.runs.part import Adoption, RunPart
@@ -15,6 +16,18 @@ from skein.types import MicrobatchId, StageIndex, Step, WorkerId
 LONGEST_ABSENCE_S = 86400.0
 """Above this the time between two coordinators is no measured silence: the machine's clock may have been set, and one
 such value would hide all others of a histogram."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenIncident:
+    """A failure that a job has not recovered from yet: it is recorded, with its cost, once work goes on."""
+
+    kind: IncidentKind
+    workers: tuple[WorkerId, ...]
+    reason: str
+    step: Step
+    wall_s: float
+    """Wall-clock time of the notice."""
 
 
 class Incidents(RunPart):
@@ -34,6 +47,19 @@ class Incidents(RunPart):
         self._retried = 0
         self._steps_lost = 0
         self._is_averaged = False
+
+    @property
+    def open(self) -> OpenIncident | None:
+        """The failure that is not over; None: there is none."""
+        if self._kind is None:
+            return None
+        return OpenIncident(
+            kind=self._kind,
+            workers=tuple(sorted(self._workers)),
+            reason=self._reason,
+            step=self._version,
+            wall_s=self._noticed_at,
+        )
 
     def noticed(
         self,

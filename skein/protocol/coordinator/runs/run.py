@@ -6,7 +6,7 @@ Rules of this file
 - What belongs to another generation is dropped, unless it is as true under the present one.
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from math import inf
 from typing import assert_never
 
@@ -22,8 +22,10 @@ from skein.protocol.coordinator.runs.boundary import Boundary
 from skein.protocol.coordinator.runs.course import RunCourse
 from skein.protocol.coordinator.runs.ending import Stop
 from skein.protocol.coordinator.runs.fencing import Fence
+from skein.protocol.coordinator.runs.incidents import OpenIncident
 from skein.protocol.coordinator.runs.parts import Parts
 from skein.protocol.coordinator.runs.stopping import Stopping
+from skein.protocol.coordinator.runs.workers.probation import Exclusion
 from skein.protocol.deadline import TimePassed
 from skein.protocol.membership import membership
 from skein.protocol.messages import reports
@@ -58,6 +60,7 @@ class Run:
             case membership.IncarnationJoined():
                 self._joined(change.worker, now=now)
             case membership.Returned():
+                self._parts.joining.broke(change.worker)
                 self._fence.broke(change.worker, now=now)
             case membership.Lost():
                 is_missed = self._course.depends_on(change.worker)
@@ -272,14 +275,24 @@ class Run:
         return any(member.incarnation == incarnation for member in known)
 
     @property
-    def excluded(self) -> Collection[WorkerId]:
-        """Workers that get no more work here."""
+    def excluded(self) -> Mapping[WorkerId, str]:
+        """Workers that get no more work here for now, each with the reason."""
         return self._parts.blame.excluded
 
     @property
     def savers(self) -> frozenset[tuple[WorkerId, Step]]:
         """Workers, each with a version of which it is to write files now."""
         return self._parts.savings.savers
+
+    @property
+    def exclusions(self) -> tuple[Exclusion, ...]:
+        """The same by name, each with the cause."""
+        return self._parts.blame.exclusions
+
+    @property
+    def open_incident(self) -> OpenIncident | None:
+        """The failure that the run is recovering from; None: it is recovering from none."""
+        return self._parts.incidents.open
 
     @property
     def phase(self) -> phases.RunPhase:

@@ -247,10 +247,21 @@ class Scheduler:
 
     def _take(self, job: JobId, run: Run, worker: WorkerId, *, now: float) -> None:
         entry = self._live[worker]
+        self._have_forget_others(job, run, entry)
         self._crews.take(job, entry)
         run.changed(membership.IncarnationJoined(worker=worker), now=now)
         if entry.is_leaving:
             run.changed(membership.IsLeaving(worker=worker), now=now)
+
+    def _have_forget_others(self, job: JobId, run: Run, entry: membership.Entry) -> None:
+        """Have a worker forget the job that it had when it was lost: it would take no request of another job."""
+        incarnation = entry.hello.incarnation
+        if incarnation not in run.job.followers:
+            self._out.send(Dismiss(job=None, may_exit=False), entry.process)
+            return
+        for other in self._pending():
+            if other.job != job and incarnation in other.followers:
+                self._out.send(Dismiss(job=other.job, may_exit=False), entry.process)
 
     # --- facts ---
 

@@ -3,7 +3,7 @@
 Rules of this file
 - Nothing here stops a step: others are asked for, and fetched for, beside the plan that runs.
 - What was lost is given back without a search: the plan as it was before, with whoever is here for it.
-- Who comes and goes is let in less and less often.
+- Who comes and goes is let in less and less often, but within a bound while a stage lacks holders.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,12 @@ from skein.plan.changing.redundancy import num_missing
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import PlanMade
 from skein.protocol.coordinator.runs.improving.joining import Joining
-from skein.protocol.coordinator.runs.improving.replanning import Backoff, Replanning, Seen
+from skein.protocol.coordinator.runs.improving.replanning import (
+    Backoff,
+    Replanning,
+    Seen,
+    longest_pause_s,
+)
 from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.placing.placement import Placement
 from skein.protocol.coordinator.runs.placing.planning import num_wanted
@@ -96,25 +101,29 @@ class Improving(RunPart):
         """Steps go on: look for a plan that is worth having."""
         plan = self._placement.plan
         assert plan is not None
-        steady = [entry for entry in candidates if self._is_steady(entry.hello.worker, now=now)]
+        is_short = self._lacks_holders(plan)
+        steady = [x for x in candidates if self._is_steady(x.hello.worker, is_short=is_short, now=now)]
         if self._wish is not None and self._joining.is_hopeless(now=now):
             self._log(f"keeps its plan ({self._wish}): what it needs did not come")
             self._placement.choose(None)
+            self._policy.gave_up(plan)
             self._wish = None
             self._joining.over()
         if self._wish is not None:
             self._joining.try_again(plan)
         elif self._placement.awaited is None:
-            restored = self._placement.restored(steady)
+            restored = self._placement.restored(steady, now=now)
             if restored is not None:
                 self._change_to(plan, restored, str(restored.reason.all[-1]), now=now)
             else:
-                self._consider(plan, steady, now=now)
+                self._consider(plan, steady, is_short=is_short, now=now)
 
-    def _is_steady(self, worker: WorkerId, *, now: float) -> bool:
-        """Whether a worker has a place, or may be given one again."""
+    def _is_steady(self, worker: WorkerId, *, is_short: bool, now: float) -> bool:
+        """Whether a worker has a place, or may be given one again; `is_short`: a stage lacks holders."""
         losses = self._losses.get(worker)
-        return losses is None or worker in self._members.placed or losses.may(now=now)
+        if losses is None or worker in self._members.placed:
+            return True
+        return losses.may(now=now, longest_s=longest_pause_s(is_short=is_short))
 
     def _change_to(self, present: Plan, coming: Plan, wish: str, *, now: float) -> None:
         """Have this plan put in place, and the workers that get a chunk under it fetch that already."""
@@ -122,12 +131,12 @@ class Improving(RunPart):
         self._wish = wish
         self._joining.begin(present, coming, now=now)
 
-    def _consider(self, plan: Plan, candidates: Sequence[Entry], *, now: float) -> None:
+    def _consider(self, plan: Plan, candidates: Sequence[Entry], *, is_short: bool, now: float) -> None:
         """Ask for another plan if there is reason to."""
-        if not self._policy.backoff.may(now=now):
+        if not self._policy.may_ask(is_short=is_short, now=now):
             return
         seen = self._seen(plan, candidates)
-        why = self._policy.reason(seen, now=now)
+        why = self._policy.reason(seen, is_short=is_short, now=now)
         if why is not None:
             self._why = why
             self._policy.asked(seen, now=now)
@@ -163,7 +172,13 @@ class Improving(RunPart):
 
     def _is_safer(self, plan: Plan, present: Plan) -> bool:
         """Whether a plan gives stages holders that the job asks for and the present one lacks: that is worth it."""
-        parallel = self._job.spec.parallel
-        is_short = len(self._members.placed) < num_wanted(parallel)
-        is_wider = is_short and len(plan.workers) > len(present.workers)
-        return is_wider or num_missing(plan, parallel.replicas) < num_missing(present, parallel.replicas)
+        replicas = self._job.spec.parallel.replicas
+        is_wider = self._lacks_workers() and len(plan.workers) > len(present.workers)
+        return is_wider or num_missing(plan, replicas) < num_missing(present, replicas)
+
+    def _lacks_holders(self, plan: Plan) -> bool:
+        """Whether a stage of this plan has fewer holders, or the plan fewer workers, than the job asks for."""
+        return self._lacks_workers() or num_missing(plan, self._job.spec.parallel.replicas) > 0
+
+    def _lacks_workers(self) -> bool:
+        return len(self._members.placed) < num_wanted(self._job.spec.parallel)

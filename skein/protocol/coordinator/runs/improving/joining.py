@@ -79,8 +79,11 @@ class Joining(RunPart):
         self._reading = {worker: self._reading.get(worker, False) for worker in new}
         for worker, is_open in self._reading.items():
             if not is_open:
-                spec = self._job.spec.canonical_json()
-                self._members.tell(OpenData(job=self._job.job, job_spec=spec), worker)
+                self._open_data(worker)
+
+    def _open_data(self, worker: WorkerId) -> None:
+        opening = OpenData(job=self._job.job, job_spec=self._job.spec.canonical_json())
+        self._members.tell(opening, worker)
 
     def opened(self, worker: WorkerId, report: DataOpened) -> None:
         """A worker has the data open, or cannot; who cannot is asked no more."""
@@ -147,11 +150,22 @@ class Joining(RunPart):
         if not report.error:
             transfer.reached = report.version
             return
+        self._failed(at, report.error)
+
+    def _failed(self, at: tuple[WorkerId, StageSpec], reason: str) -> None:
+        transfer = self._transfers[at]
         transfer.reached, transfer.has_failed = None, True
         transfer.num_failures += 1
-        self._log(f"worker={worker} could not fetch stage {report.stage.index}: {report.error}")
+        self._log(f"worker={at[0]} could not fetch stage {at[1].index}: {reason}")
         if transfer.num_failures >= MAX_FAILURES:
             del self._transfers[at]
+
+    def broke(self, worker: WorkerId) -> None:
+        """A worker has another stream: requests and commits that were on the old one may be lost."""
+        for at in [at for at in self._transfers if at[0] == worker]:
+            self._failed(at, "its stream broke")
+        if self._reading.get(worker) is False:
+            self._open_data(worker)
 
     def lost(self, change: Lost, *, is_missed: bool, now: float) -> None:
         """A worker is gone, with what was on its way to it."""

@@ -7,6 +7,8 @@ Rules of this file
   only when it has changed again.
 - Each asking, and each newcomer that is let in, doubles the time until the next one may come. Quiet makes it short
   again. So a worker that comes and goes, or times that swing, cause few plans however long they do.
+- While a stage has fewer holders than the job asks for that time has a bound, and a plan that came to nothing is tried
+  again: a death could cost steps.
 """
 
 from collections.abc import Iterable
@@ -19,6 +21,8 @@ from skein.types import WorkerId
 
 FIRST_PAUSE_S = 10.0
 LAST_PAUSE_S = 3600.0
+SHORT_PAUSE_S = 30.0
+"""Longest pause between two tries to give a stage the holders that the job asks for and that it lacks."""
 _QUIET = 8
 """After so many pauses without a wish for another plan, the next one is the first again."""
 CHANGE_S = 2.0
@@ -28,22 +32,28 @@ LEAST_GAIN = 0.05
 
 
 class Backoff:
-    """Lets something happen, and then not for a while, which doubles each time."""
+    """Lets something happen, and then not for a while, which doubles each time up to `last_pause_s`."""
 
-    def __init__(self, first_pause_s: float = FIRST_PAUSE_S) -> None:
+    def __init__(self, first_pause_s: float = FIRST_PAUSE_S, last_pause_s: float = LAST_PAUSE_S) -> None:
         self._first_pause_s = first_pause_s
+        self._last_pause_s = last_pause_s
         self._pause_s = first_pause_s
         self._last = -inf
 
-    def may(self, *, now: float) -> bool:
-        """Whether it may happen now."""
-        return now >= self._last + self._pause_s
+    def may(self, *, now: float, longest_s: float = inf) -> bool:
+        """Whether it may happen now; `longest_s` bounds the pause for this question alone."""
+        return now >= self._last + min(self._pause_s, longest_s)
 
     def happened(self, *, now: float) -> None:
         """Note that it happened: the next pause is twice as long, or the first one again after quiet."""
         is_quiet = now - self._last > _QUIET * self._pause_s
-        self._pause_s = self._first_pause_s if is_quiet else min(2 * self._pause_s, LAST_PAUSE_S)
+        self._pause_s = self._first_pause_s if is_quiet else min(2 * self._pause_s, self._last_pause_s)
         self._last = now
+
+
+def longest_pause_s(*, is_short: bool) -> float:
+    """Bound of pauses between tries; `is_short`: a stage lacks holders that the job asks for."""
+    return SHORT_PAUSE_S if is_short else inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +107,13 @@ class Replanning:
         """A change of generation took so long, from the fence to the first step."""
         self.change_s = seconds
 
-    def reason(self, seen: Seen, *, now: float) -> str | None:
+    def may_ask(self, *, is_short: bool, now: float) -> bool:
+        """Whether another plan may be asked for now; `is_short`: a stage lacks holders."""
+        return self.backoff.may(now=now, longest_s=longest_pause_s(is_short=is_short))
+
+    def reason(self, seen: Seen, *, is_short: bool = False, now: float) -> str | None:
         """Reason to ask for another plan now; None if there is none."""
-        return self._wish(seen) if self.backoff.may(now=now) else None
+        return self._wish(seen) if self.may_ask(is_short=is_short, now=now) else None
 
     def _wish(self, seen: Seen) -> str | None:
         newcomers = sorted(set(seen.candidates) - self._workers)
@@ -134,6 +148,10 @@ class Replanning:
         self._stragglers = frozenset(worker for worker, _ in seen.stragglers)
         if seen.step_s is not None:
             self._expected_s = seen.step_s
+
+    def gave_up(self, present: Plan) -> None:
+        """A plan could not be put in place: workers without a place may get one by another try."""
+        self._workers = frozenset(present.workers)
 
     def overtaken(self) -> None:
         """Wait no longer for the plan that was asked for: the workers that it was asked for are as new as before."""

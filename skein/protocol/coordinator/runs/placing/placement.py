@@ -12,6 +12,7 @@ from skein.plan.load import stage_loads
 from skein.plan.plan import ChunkPlan, Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
 from skein.protocol.coordinator.runs.ending import LEARNING_RATE_RATIO, rewind_of
+from skein.protocol.coordinator.runs.improving.replanning import SHORT_PAUSE_S, Backoff
 from skein.protocol.coordinator.runs.part import RunPart
 from skein.protocol.coordinator.runs.placing.holdings import Holdings
 from skein.protocol.coordinator.runs.placing.neighbours import neighbours_of
@@ -58,6 +59,8 @@ class Placement(RunPart):
         """The plan as it was before workers were lost."""
         self._restored: Plan | None = None
         self._tried: tuple[tuple[ChunkPlan, ...], list[WorkerId]] | None = None
+        self._tries = Backoff(last_pause_s=SHORT_PAUSE_S)
+        """Pauses between tries to give these workers, beside these chunks, what was lost."""
         self._spec_json = self._job.spec.canonical_json()
         self._holdings = holdings
         self.links = links
@@ -177,7 +180,7 @@ class Placement(RunPart):
                 return resumed
         return None
 
-    def restored(self, candidates: Iterable[Entry]) -> Plan | None:
+    def restored(self, candidates: Iterable[Entry], *, now: float) -> Plan | None:
         """The plan as it was before losses, as far as there are workers for it; None if that is no more than now.
 
         Whoever is new takes the place of one who is gone.
@@ -189,9 +192,8 @@ class Placement(RunPart):
         here = [entry.hello.worker for entry in listed]
         if not self._job.spec.aggregation.walkers.have_equal_holders:
             return None
-        if self._tried == (present.chunks, here):
+        if not self._may_try(present, here, now=now):
             return None
-        self._tried = present.chunks, here
         gone = [worker for worker in whole.workers if worker not in here]
         spare = [worker for worker in here if worker not in whole.workers]
         names = dict(zip(gone, spare, strict=False))
@@ -206,6 +208,16 @@ class Placement(RunPart):
         clause = Clause(f"{', '.join(back)} again", About.BACK)
         self._restored = replace(plan, reason=whole.reason.before(About.BACK).then(clause))
         return self._restored
+
+    def _may_try(self, present: Plan, here: list[WorkerId], *, now: float) -> bool:
+        """Whether to look now for what these workers could be given; from now on it was tried."""
+        if self._tried != (present.chunks, here):
+            self._tried = present.chunks, here
+            self._tries = Backoff(last_pause_s=SHORT_PAUSE_S)
+        if not self._tries.may(now=now):
+            return False
+        self._tries.happened(now=now)
+        return True
 
     def begun(self) -> None:
         """Note that every worker has what the plan gave it, and is told to begin a step, or to go on with it."""

@@ -1,8 +1,9 @@
 """Workers that get no more work, and why; people are told who is excluded, and who is forgiven.
 
 Rules of this file
-- Who fails three times in a row gets no more work. What only peers said of a worker may be the fault of a link, and can
-  be pardoned. It counts against both ends of that link (`accusations`), and one of the two goes.
+- A worker that fails three times in a row gets no more work for a while (`probation`). What only peers said of a worker
+  may be the fault of a link. It counts against both ends of that link (`accusations`), and one of the two goes. Its
+  pause is short, and it is pardoned where no plan exists without it.
 - A strike lasts where a worker has reported what cannot be, or otherwise than most: steps that are committed all the
   same say nothing for it.
 - A worker that cannot read checkpoints is not to blame: it is set aside until a step is committed, for then others have
@@ -16,10 +17,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from skein.plan.plan import Plan
-from skein.protocol.coordinator.runs.part import RunPart
+from skein.protocol.coordinator.runs.part import Adoption, RunPart
 from skein.protocol.coordinator.runs.workers.accusations import Accusations
 from skein.protocol.coordinator.runs.workers.disputes import MAX_STRIKES, Disputes
 from skein.protocol.coordinator.runs.workers.members import Members
+from skein.protocol.coordinator.runs.workers.probation import Exclusion, ExclusionCause, Pauses, Probation
 from skein.protocol.log.records import Quarantined
 from skein.protocol.membership.membership import Entry, Lost
 from skein.protocol.messages.directives import StepRecord
@@ -37,22 +39,50 @@ class Blame(RunPart):
         super().__init__(members)
         self._disputes = Disputes()
         self._accusations = Accusations()
+        self._probation = Probation()
+        self._plan: Plan | None = None
         self._incarnations: dict[WorkerId, Incarnation] = {}
         self._num_by_worker: Counter[WorkerId] = Counter()
         self._num_lasting: Counter[WorkerId] = Counter()
         self._excluded = {worker: found.reason for worker, found in self._job.quarantined.items()}
         self._accused: set[WorkerId] = set()
+        self._contradicted: set[WorkerId] = set()
+        """Workers among the accused ones that said what others contradict."""
         self._disputed: set[WorkerId] = set()
         """Workers that are excluded as less credible than another, and may have been right."""
         self._set_aside: set[WorkerId] = set()
         self._unfit: set[WorkerId] = set()
         """Workers among those set aside that lack what the job names."""
+        self._convicted = set(self._job.quarantined)
+        """Workers whose exclusion does not end with time: others gave proof against them, or dispute with them."""
+        self._deaf: set[WorkerId] = set()
+        """Workers that are excluded and do not get what the coordinator sends them."""
         self._witnesses: set[WorkerId] = set()
 
     @property
     def excluded(self) -> Mapping[WorkerId, str]:
         """Workers that get no more work, with the last thing that failed."""
         return self._excluded
+
+    @property
+    def exclusions(self) -> tuple[Exclusion, ...]:
+        """Excluded workers by name, each with the cause."""
+        return tuple(
+            Exclusion(worker=worker, cause=self._cause(worker), reason=reason)
+            for worker, reason in sorted(self._excluded.items())
+        )
+
+    def _cause(self, worker: WorkerId) -> ExclusionCause:
+        if worker in self._convicted:
+            return ExclusionCause.PROOF
+        if worker in self._set_aside:
+            return ExclusionCause.LACKING
+        return ExclusionCause.LINK if worker in self._accused else ExclusionCause.FAILURE
+
+    @property
+    def deaf(self) -> frozenset[WorkerId]:
+        """Excluded workers that no fence waits for: they do not get what the coordinator sends them."""
+        return frozenset(self._deaf)
 
     @property
     def may_pardon(self) -> bool:
@@ -73,13 +103,38 @@ class Blame(RunPart):
     # --- what it did ---
 
     def strike(self, worker: WorkerId, reason: str, *, lasts: bool = False) -> None:
-        """Count a failure that a worker has shown itself; the third excludes it."""
+        """Count a failure that a worker has shown itself; the third excludes it, on probation the first.
+
+        Args:
+            worker: worker that failed.
+            reason: in words.
+            lasts: whether steps that are committed in between do not undo it.
+        """
         self._num_lasting[worker] += lasts
         self._num_by_worker[worker] += 1
         self._accused.discard(worker)
-        most = max(self._num_by_worker[worker], self._num_lasting[worker])
-        if most >= MAX_STRIKES and not self._is_out(worker):
+        if self._is_out(worker):
+            return
+        if self._num_lasting[worker] >= MAX_STRIKES:
+            self._convict(worker, reason)
+        elif self._num_by_worker[worker] >= self._most(worker):
             self._exclude(worker, reason)
+
+    def _most(self, worker: WorkerId) -> int:
+        """Strikes of a worker that are too many."""
+        return 1 if worker in self._probation else MAX_STRIKES
+
+    def missed(self, worker: WorkerId, reason: str) -> None:
+        """A worker has another stream, and has not answered what was sent on the old one: a strike.
+
+        After too many the worker gets no more work, and no fence waits for it; of one without work that is the first.
+        """
+        self._num_by_worker[worker] += 1
+        if self._num_by_worker[worker] >= self._most(worker) and not self._is_out(worker):
+            self._accused.add(worker)
+            self._exclude(worker, reason)
+        if worker in self._excluded:
+            self._deaf.add(worker)
 
     def accused(
         self, accuser: WorkerId, accused: WorkerId, reason: str, *, is_possible: bool
@@ -94,15 +149,20 @@ class Blame(RunPart):
         """
         heard = self._accusations
         heard.heard(accuser, accused, is_possible=is_possible)
-        if max(heard.num_strikes(accuser), heard.num_strikes(accused)) < MAX_STRIKES:
+        if all(heard.num_strikes(x) < self._most(x) for x in (accuser, accused)):
             return None
-        going = heard.less_credible(accuser, accused) or accused
+        going = self._probation.worker_to_go(accuser, accused, self._plan)
+        if max(heard.num_strikes(accuser), heard.num_strikes(accused)) >= MAX_STRIKES:
+            going = heard.less_credible(accuser, accused) or going
         if self._is_out(accused):
             going = accuser
         if self._is_out(going):
             return None
-        if going == accuser:
+        if going == accuser and heard.less_credible(accuser, accused) == accuser:
             reason = f"it does not reach peers that others reach, at last {accused}"
+            self._contradicted.add(going)
+        elif going == accuser:
+            reason = f"it does not reach {accused}, which keeps its work: fewer workers could take its place"
         self._accused.add(going)
         self._exclude(going, reason)
         self._pardon([x for x in heard.cleared(going) if x in self._accused and x in self._excluded])
@@ -133,18 +193,21 @@ class Blame(RunPart):
 
     def convict(self, worker: WorkerId, reason: str, *, may_be_wrong: bool) -> None:
         """Give a worker no more work that others dispute with; `may_be_wrong`: unless the run cannot do without it."""
-        self._accused.discard(worker)
         if may_be_wrong:
             self._disputed.add(worker)
+        self._convict(worker, reason)
+
+    def _convict(self, worker: WorkerId, reason: str) -> None:
+        self._accused.discard(worker)
+        self._convicted.add(worker)
         self._exclude(worker, reason)
 
     def quarantine(self, worker: WorkerId, reason: str, *, now: float) -> None:
         """Give a worker no more work of this job, whatever process has its name: it was convicted."""
         step = self._job.version
         self._out.record(Quarantined(job=self._job.job, worker=worker, step=step, reason=reason, wall_s=now))
-        for known in (self._accused, self._disputed):
-            known.discard(worker)
-        self._exclude(worker, reason)
+        self._disputed.discard(worker)
+        self._convict(worker, reason)
 
     def acquit(self, workers: Iterable[WorkerId]) -> None:
         """Let those back among these who were only less credible than another."""
@@ -205,19 +268,33 @@ class Blame(RunPart):
             self._num_lasting.pop(worker, None)
             self._disputes.forget(worker)
             self._accusations.forget(worker)
+            self._probation.forget(worker)
         if is_new or worker in self._accused | self._set_aside:
             self._let_back(worker)
         self._incarnations[worker] = incarnation
 
     def committed(self, record: StepRecord, plan: Plan, *, now: float) -> None:
-        """A step was, with a result for each group: old failures no longer count, exclusions stay.
+        """A step was, with a result for each group: old failures no longer count, and exclusions end in time.
 
         Who was set aside can have from others what it lacked.
         """
         self._disputes.agreed(plan.groups)
         self._accusations.committed(plan)
         self._num_by_worker.clear()
+        self._probation.proved(plan)
         self._pardon(sorted(self._set_aside - self._unfit))
+        may_end = self._excluded.keys() - self._convicted
+        by = {worker: self._pause_of(worker) for worker in sorted(may_end)}
+        self._pardon(self._probation.over(by, now=now), is_on_probation=True)
+
+    def _pause_of(self, worker: WorkerId) -> Pauses:
+        if worker in self._contradicted:
+            return Pauses.CONTRADICTED
+        return Pauses.HEARSAY if worker in self._accused else Pauses.FAILED
+
+    def adopted(self, adoption: Adoption, *, now: float) -> None:
+        """Note the holders of each stage."""
+        self._plan = adoption.plan
 
     def pardon(self) -> bool:
         """Give another chance to whoever lacks something or was made to look bad; whether there is anybody."""
@@ -228,16 +305,27 @@ class Blame(RunPart):
     def _pardonable(self) -> set[WorkerId]:
         return (self._accused | self._disputed | self._set_aside) & self._excluded.keys()
 
-    def _pardon(self, workers: Iterable[WorkerId]) -> None:
+    def _pardon(self, workers: Iterable[WorkerId], *, is_on_probation: bool = False) -> None:
         for worker in workers:
-            self._let_back(worker)
-            self._log(f"pardoned={worker}")
+            self._let_back(worker, is_on_probation=is_on_probation)
+            self._log(f"pardoned={worker}{' on probation' if is_on_probation else ''}")
 
-    def _let_back(self, worker: WorkerId) -> None:
+    def _let_back(self, worker: WorkerId, *, is_on_probation: bool = False) -> None:
         """Forget all of a worker but the strikes that last, and a conviction."""
         if worker in self._job.quarantined:
             return
+        self._probation.let_back(worker, is_on_probation=is_on_probation)
+        if is_on_probation:
+            self._accusations.forget(worker)
         del self._num_by_worker[worker]
         self._excluded.pop(worker, None)
-        for known in (self._accused, self._disputed, self._set_aside, self._unfit):
+        for known in (
+            self._accused,
+            self._disputed,
+            self._set_aside,
+            self._unfit,
+            self._convicted,
+            self._deaf,
+            self._contradicted,
+        ):
             known.discard(worker)

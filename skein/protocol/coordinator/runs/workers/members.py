@@ -71,10 +71,10 @@ class Members:
 
     # --- a generation ---
 
-    def open_generation(self, reason: str, *, now: float) -> Generation:
-        """Record a generation of all who are live, and fence whatever is older."""
+    def open_generation(self, reason: str, *, without: Collection[WorkerId] = (), now: float) -> Generation:
+        """Record a generation of all workers that are live, `without` some, and fence whatever is older."""
         history = self.out.history
-        self._entries = dict(sorted(self.live.items()))
+        self._entries = {x: entry for x, entry in sorted(self.live.items()) if x not in without}
         self.acks.clear()
         self.ready.clear()
         generation = Generation(history.generation + 1)
