@@ -463,16 +463,18 @@ class AsyncJob:
         request = jobs_pb2.PauseRequest(job=self.id, reason=reason)
         return codec.JOB_STATUS.decode(await self._connection.call(lambda at: at.jobs.Pause, request))
 
-    async def resume(self, *, steps: int | None = None) -> JobStatus:
+    async def resume(self, *, steps: int | None = None, new_data: bool = False) -> JobStatus:
         """Has the job go on, if it was paused or has ended, well or not, or is about to.
 
         Args:
             steps: its budget from here on, counted from its beginning; by default as before.
+            new_data: go on with the data that its workers have now, though it was trained on others; also a job that
+                waits for workers with the former data.
 
         Raises:
             Refused: all steps are done, or the job is at work and its budget cannot be changed now.
         """
-        request = jobs_pb2.ResumeRequest(job=self.id, steps=steps)
+        request = jobs_pb2.ResumeRequest(job=self.id, steps=steps, takes_new_data=new_data)
         return codec.JOB_STATUS.decode(await self._connection.call(lambda at: at.jobs.Resume, request))
 
     async def metrics(self) -> Metrics:

@@ -135,8 +135,9 @@ class Jobs(jobs_pb2_grpc.JobsServicer):
         job = self._asked(request.job, context)
         steps = request.steps if request.HasField("steps") else None
         view = self._machine.view
-        check_resumable(view.history.jobs[job], steps, view.quotas)
-        _ = await self._driver.ask(ResumeAsked(job=job, steps=steps))
+        takes_new_data = request.takes_new_data
+        check_resumable(view.history.jobs[job], steps, view.quotas, takes_new_data=takes_new_data)
+        _ = await self._driver.ask(ResumeAsked(job=job, steps=steps, takes_new_data=takes_new_data))
         return codec.JOB_STATUS.encode(self._status(job))
 
     async def Workers(self, request: jobs_pb2.WorkersRequest, context: Context) -> jobs_pb2.WorkersReply:

@@ -8,10 +8,11 @@ from skein import rng
 from skein.config.job import read_spec
 from skein.protocol.coordinator.coordinator_io import CancelAsked, DrainAsked, PauseAsked, ResumeAsked
 from skein.protocol.coordinator.runs.run import Run
-from skein.protocol.log.records import HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
+from skein.protocol.log.records import DataCounted, HaltAsked, JobEnded, JobHeld, JobResumed, JobSubmitted
 from skein.protocol.worker.ops import COMPUTE_OPS, ApplyOp, JoinOp, Op, PackOp, SumOp
 from skein.sim.lines.lies import Accuser
 from skein.sim.lines.network import FAIR, Weather
+from skein.sim.processes.data import USUAL
 from skein.sim.world import World
 from skein.types import JobId, JobState, SiteId, WorkerId
 
@@ -25,6 +26,7 @@ APART_S = (2.0, 6.0, 12.0, 20.0, 40.0)
 SILENCES_S = (2.0, 4.0, 8.0)
 """Seconds for which holders of a stage are cut off."""
 ASK_AGAIN_S = 1.0
+LOOK_AT_DATA_S = 30.0
 _NUM_FLAPS = 6
 _STORM = Weather(jitter_s=0.3, loss=0.1, repeats=0.1)
 _MUD = Weather(slower=20.0)
@@ -406,9 +408,40 @@ def _torn(world: World, fault: Fault) -> None:
 
 
 def _no_data(world: World, fault: Fault) -> None:
-    """A worker, or at odd numbers everybody, does not see the data that are not open yet."""
+    """A worker, or at odd numbers each, does not see data that are not open yet; in a third of draws it sees others."""
+    seconds = 4 * fault.seconds
+    others = fault.number // 2 % 3 == 2 and not any(
+        read_spec(x.spec).sweep is not None for x in _submitted(world)
+    )
+    chooses = {x.job for x in _submitted(world) if read_spec(x.spec).data.coreset.follows_model}
+    counted = frozenset(x.job for x in world.log if isinstance(x, DataCounted)) - chooses
     for name in sorted(world.workers) if fault.number % 2 else [fault.worker]:
-        world.lose_data(name, 4 * fault.seconds)
+        if others:
+            # Where no record says which are the job's, two workers that differ end it; where rows are chosen, no new
+            # data are taken. In both cases people have to mend it.
+            world.replace_data(name, seconds, "other data", jobs=counted)
+        else:
+            world.lose_data(name, seconds)
+    if others:
+        world.clock.after(seconds, partial(_take_data_back, world))
+
+
+def _submitted(world: World) -> list[JobSubmitted]:
+    return [x for x in world.log if isinstance(x, JobSubmitted)]
+
+
+def _take_data_back(world: World) -> None:
+    """Have jobs that began with files which are no more go on with the usual ones: a client asks until they do."""
+    jobs = () if world.coordinator is None else tuple(world.coordinator.history.jobs.values())
+    for job in jobs:
+        if job.end is None and job.counted is not None and _is_other(job.counted):
+            world.tell(ResumeAsked(job=job.job, takes_new_data=True))
+    if world.coordinator is None or any(job.end is None for job in jobs):
+        world.clock.after(LOOK_AT_DATA_S, partial(_take_data_back, world))
+
+
+def _is_other(counted: DataCounted) -> bool:
+    return counted.fingerprint not in ("", USUAL)
 
 
 def _clock(world: World, fault: Fault) -> None:

@@ -517,6 +517,12 @@ class World(SimService):
         """Let a worker not see its data for so long."""
         self._builds.data.lose(name, seconds)
 
+    def replace_data(
+        self, name: WorkerId, seconds: float, fingerprint: str = "", *, jobs: frozenset[JobId] | None = None
+    ) -> None:
+        """Let the files of a worker be other ones for so long, for `jobs` or all; by default no other's are."""
+        self._builds.data.replace(name, seconds, fingerprint or f"other data of {name}", jobs)
+
     def _spec_of(self, job: JobId) -> JobSpec:
         [submitted] = [r for r in self.log if isinstance(r, JobSubmitted) and r.job == job]
         return read_spec(submitted.spec)

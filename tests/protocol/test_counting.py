@@ -12,7 +12,7 @@ from skein.protocol.log.history import History
 from skein.protocol.log.records import DataCounted, JobResumed, JobSubmitted
 from skein.protocol.messages.coresets import MOST_PICKS
 from skein.sim.shapes import shape_of
-from skein.types import JobId
+from skein.types import JobId, Step
 from tests.support.jobs import small_job
 from tests.support.plans import chunk, path, plan_of
 from tests.support.row_choices import RowsBench, array
@@ -40,6 +40,36 @@ def test_an_epoch_is_counted_once_whatever_is_found_later() -> None:
         "job=j-1 data: an epoch is 804 samples, 51456 tokens, 101 steps; 2 of them are 201 steps"
     ]
     assert job.total_steps == 201
+
+
+def test_data_of_an_older_log_get_their_fingerprint_when_they_are_opened_next() -> None:
+    history, outbox = counting(BudgetSpec(epochs=2, steps=10_000))
+    job = history.jobs[JOB]
+    history.apply(DataCounted(job=JOB, num_train_samples=804, num_steps=201, wall_s=1.0))
+    job.version = Step(7)
+    assert history.trained_on(job) is None
+    for now in (2.0, 3.0):
+        known = {"fingerprint": "abc", "num_validation_samples": 9}
+        assert count_data(job, 804, outbox, now=now, **known) is None  # type: ignore[arg-type]  # by name
+    [recorded] = [x.record for x in outbox.drain() if isinstance(x, Append)]
+    assert recorded == history.trained_on(job)
+    assert recorded == DataCounted(
+        job=JOB, num_train_samples=804, num_steps=201, wall_s=2.0, fingerprint="abc", num_validation_samples=9
+    )
+
+
+def test_new_data_leave_the_budget_that_epochs_came_to_once_a_step_is_made() -> None:
+    history, outbox = counting(BudgetSpec(epochs=2, steps=10_000))
+    job = history.jobs[JOB]
+    count_data(job, 804, outbox, now=1.0, fingerprint="abc", num_validation_samples=9)
+    count_data(job, 80, outbox, now=2.0, fingerprint="def", num_validation_samples=9)
+    assert job.total_steps == 20  # of no step yet: what epochs come to now
+    assert history.trained_on(job) is None
+    job.version = Step(7)
+    history.apply(JobResumed(job=JOB, steps=None, wall_s=3.0, takes_new_data=True))
+    assert history.trained_on(job) is None
+    count_data(job, 800, outbox, now=4.0, fingerprint="ghi", num_validation_samples=9)
+    assert (job.total_steps, job.counted and job.counted.num_train_samples) == (20, 800)
 
 
 def test_more_steps_take_the_place_of_epochs() -> None:

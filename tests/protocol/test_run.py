@@ -19,8 +19,10 @@ from skein.protocol.coordinator.runs.gathering import GATHER_S
 from skein.protocol.coordinator.runs.phase import EvaluatePhase, FencePhase, GatherPhase, SavePhase, StepPhase
 from skein.protocol.coordinator.runs.watching.vigil import STALL_S, STUCK_STALLS
 from skein.protocol.coordinator.runs.workers.disputes import MAX_STRIKES
+from skein.protocol.coordinator.runs.workers.plausible import implausible
 from skein.protocol.log.records import (
     CheckpointCommitted,
+    DataCounted,
     Evaluated,
     GenerationOpened,
     JobEnded,
@@ -210,6 +212,46 @@ def test_workers_that_read_different_data_fail_the_job() -> None:
     assert state is JobState.FAILED
     assert "w0a and w0b" in reason
     assert "same files" in reason
+
+
+def reading(desk: Desk, worker: str, *, fingerprint: str = "this", num_train_samples: int = 100) -> None:
+    """A worker is ready, with data as it says."""
+    report = ChunksReady(
+        generation=desk.generation,
+        num_train_samples=num_train_samples,
+        num_validation_samples=10,
+        data_fingerprint=fingerprint,
+    )
+    desk.commands = desk.report(worker, report)
+
+
+@pytest.mark.parametrize(
+    "claim", [{"fingerprint": "that"}, {"num_train_samples": 3}, {"num_train_samples": 0}]
+)
+@pytest.mark.parametrize("liar", ["w0a", "w0b", "w0c"])
+def test_one_of_three_that_reads_other_data_is_left_out_and_the_job_goes_on(
+    liar: str, claim: dict[str, object]
+) -> None:
+    plan = grid_plan(stages=1, replicas=3)
+    desk = began(small_job(stages=1, replicas=3), plan)
+    desk.acknowledge(desk.live)
+    desk.plan(plan)
+    for worker in plan.workers:
+        reading(desk, worker, **(claim if worker == liar else {}))  # type: ignore[arg-type]  # by name
+    assert not desk.recorded(JobEnded)
+    assert not desk.recorded(DataCounted)
+    [opened] = desk.recorded(GenerationOpened)
+    assert f"{liar}: reads other data" in opened.reason
+    desk.acknowledge(desk.live)
+    [asked] = [command for command in desk.commands if isinstance(command, MakePlan)]
+    assert [found.worker for found in asked.fleet.workers] == sorted(set(plan.workers) - {liar})
+
+
+def test_a_fingerprint_longer_than_any_is_implausible() -> None:
+    report = ChunksReady(
+        generation=Generation(1), num_train_samples=1, num_validation_samples=1, data_fingerprint="x" * 129
+    )
+    assert "give at most 128" in (implausible(WorkerId("w0a"), report, SPEC) or "")
 
 
 def test_who_only_evaluates_must_read_the_same_data_too() -> None:

@@ -225,7 +225,7 @@ class Builder:
                 case StatePlace.ARCHIVE:
                     await self._check_archive(job)
                 case StatePlace.DATA:
-                    dataset = await self._datasets.open(job)
+                    dataset = await self._datasets.open(job, trained_on=assign.data_fingerprint)
                 case _:
                     assert manifest is not None
                     saved = await self._saved(assign, job, manifest)

@@ -165,7 +165,8 @@ class ChunkCopies:
         """Have the job's data open before somebody waits for them."""
         error, is_unfit = "", False
         try:
-            await self._datasets.open(read_spec(opens.job_spec), is_awaited=False)
+            job, trained_on = read_spec(opens.job_spec), opens.data_fingerprint
+            await self._datasets.open(job, trained_on=trained_on, is_awaited=False)
         except asyncio.CancelledError:
             return  # the job is over
         except (SkeinError, MemoryError) as failed:

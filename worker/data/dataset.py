@@ -76,6 +76,11 @@ class Dataset:
         )
 
     @property
+    def has_changed(self) -> bool:
+        """Whether a file was found to have changed since it was opened."""
+        return any(source.has_changed for source in self.sources)
+
+    @property
     def num_train_samples(self) -> int:
         return self.selection.num_train
 

@@ -36,6 +36,11 @@ class LabelledSamples:
     def num_samples(self) -> int:
         return len(self.labels)
 
+    @property
+    def has_changed(self) -> bool:
+        """False: they are in memory."""
+        return False
+
     def read(self, sample: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """A sample and its class, a scalar."""
         return self.samples[sample], np.asarray(self.labels[sample])

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from skein.config.job import JobSpec
+from skein.data.agreement import other_data
 from skein.errors import UnfitError
 from skein.storage.outside import Outside, SilentError
 from skein.storage.roots import EVERYTHING, Roots
@@ -37,16 +38,38 @@ class Datasets:
         self._cache = TokenCache(cache)
         self._opening: tuple[JobSpec, asyncio.Task[Dataset]] | None = None
 
-    async def open(self, job: JobSpec, *, is_awaited: bool = True) -> Dataset:
-        """The data of a job; whoever asks while they are being opened gets the same.
+    async def open(self, job: JobSpec, *, trained_on: str = "", is_awaited: bool = True) -> Dataset:
+        """The data of a job; all who ask while they are being opened get the same.
+
+        Data that are open already, and are not those that the job was trained on, are opened once more: their files may
+        have been put back meanwhile.
 
         Args:
+            trained_on: fingerprint of the data that the job was trained on; "": any data will do.
             is_awaited: others stand still until they are here.
 
         Raises:
-            UserError: they cannot be had here, or are not what the job says.
+            UnfitError: they cannot be had here, or are other data than the job was trained on.
+            UserError: they are not what the job says.
         """
-        if self._opening is None or self._opening[0] != job or _has_failed(self._opening[1]):
+        opened = self._opened_before(job)
+        if opened is None or opened.has_changed or (trained_on and opened.fingerprint != trained_on):
+            opened = await self._joined(job, is_anew=opened is not None, is_awaited=is_awaited)
+        if trained_on and opened.fingerprint != trained_on:
+            # The next question is about the files of that time.
+            self.forget()
+            raise other_data(opened.fingerprint, trained_on)
+        return opened
+
+    def _opened_before(self, job: JobSpec) -> Dataset | None:
+        """Data of this job that are open; None where they are not, or not yet."""
+        if self._opening is None or self._opening[0] != job or not self._opening[1].done():
+            return None
+        return None if _has_failed(self._opening[1]) else self._opening[1].result()
+
+    async def _joined(self, job: JobSpec, *, is_anew: bool, is_awaited: bool) -> Dataset:
+        """Data of an opening that is under way, or that begins now."""
+        if is_anew or self._opening is None or self._opening[0] != job or _has_failed(self._opening[1]):
             self.forget()
             self._opening = (job, asyncio.create_task(self._open(job, is_awaited=is_awaited)))
         return await asyncio.shield(self._opening[1])

@@ -30,6 +30,11 @@ class SampleWindows:
     """Names the content: equal on two workers if and only if they read the same samples."""
 
     @property
+    def has_changed(self) -> bool:
+        """Whether a file was found to have changed since it was opened."""
+        return isinstance(self.stream, FileTokens) and self.stream.reader.has_changed
+
+    @property
     def num_samples(self) -> int:
         return max(0, -(-(len(self.stream) - 1) // self.sequence_tokens))
 
@@ -65,6 +70,8 @@ class FileReader:
         self._lock = Lock()
         self._open: OrderedDict[Inside, BinaryIO] = OrderedDict()
         self._compared: dict[Inside, _Compared] = {}
+        self.has_changed = False
+        """Whether a file was found to have changed since it was opened first."""
 
     def read(self, file: DataFile, offset: int, num_bytes: int) -> bytes:
         """`num_bytes` of `file` from `offset`, as they were when the file was opened first.
@@ -109,6 +116,7 @@ class FileReader:
             )
 
     def _changed(self, file: DataFile, how: str) -> UnfitError:
+        self.has_changed = True
         # A reader that goes on after this looks at the file that is there then.
         if (opened := self._open.pop(file.place, None)) is not None:
             opened.close()

@@ -61,13 +61,19 @@ def pause(job: str, *, reason: str, is_patient: bool, is_json: bool) -> int:
     type=click.IntRange(min=1),
     help="Its budget from here on, counted from its beginning. Default: as before.",
 )
+@click.option(
+    "--new-data",
+    "takes_new_data",
+    is_flag=True,
+    help="Go on with the data that its workers have now, though it was trained on others.",
+)
 @wait_option
-def resume(job: str, *, steps: int | None, is_waiting: bool, is_json: bool) -> int:
+def resume(job: str, *, steps: int | None, takes_new_data: bool, is_waiting: bool, is_json: bool) -> int:
     """Have JOB go on where it was saved, if it was paused, cancelled or has failed; or, with more --steps, finished."""
     with connect_client() as client:
         named = client.job(job)
         told = named.history() if is_waiting else ()
-        found = named.resume(steps=steps)
+        found = named.resume(steps=steps, new_data=takes_new_data)
         code = _shown(found, is_json=is_json)
         if not is_waiting:
             return code

@@ -248,7 +248,7 @@ class Coordinator:
             case io.PauseAsked():
                 lifecycle.pause_asked(job, run, event, self._outbox, now=now)
             case io.ResumeAsked():
-                lifecycle.resume_asked(job, event, self._uses(), self._outbox, now=now)
+                lifecycle.resume_asked(job, run, event, self._uses(), self._outbox, now=now)
             case _:
                 assert_never(event)
 

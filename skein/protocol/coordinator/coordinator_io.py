@@ -88,6 +88,8 @@ class ResumeAsked:
 
     job: JobId
     steps: int | None = None
+    takes_new_data: bool = False
+    """Go on with the data that workers have now, though the job was trained on others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,33 +83,43 @@ def _halt(run: Run, state: JobState, reason: str, outbox: Outbox, *, now: float)
 
 
 def resume_asked(
-    job: JobHistory, event: ResumeAsked, quotas: QuotaUses, outbox: Outbox, *, now: float
+    job: JobHistory, run: Run | None, event: ResumeAsked, quotas: QuotaUses, outbox: Outbox, *, now: float
 ) -> None:
-    """Have a job go on, if that is possible and it does not go on anyway."""
+    """Have a job go on, if that is possible and it does not go on anyway; one that takes new data asks all anew."""
     try:
-        check_resumable(job, event.steps, quotas)
+        check_resumable(job, event.steps, quotas, takes_new_data=event.takes_new_data)
     except UserError:
         return  # It was possible when it was asked.
-    if job.end is None and job.held is None and job.halt is None:
+    goes_on = job.end is None and job.held is None and job.halt is None
+    if goes_on and not event.takes_new_data:
         return
-    outbox.record(JobResumed(job=job.job, steps=event.steps, wall_s=now))
-    outbox.log(f"goes on, at {job.version} of {job.total_steps} steps", job=job.job)
+    takes_new_data = event.takes_new_data
+    outbox.record(JobResumed(job=job.job, steps=event.steps, wall_s=now, takes_new_data=takes_new_data))
+    words = ", with the data that its workers have now" if takes_new_data else ""
+    outbox.log(f"goes on, at {job.version} of {job.total_steps} steps{words}", job=job.job)
+    if takes_new_data and goes_on and run is not None:
+        run.pardon(now=now)
 
 
-def check_resumable(job: JobHistory, steps: int | None, quotas: QuotaUses) -> None:
+def check_resumable(
+    job: JobHistory, steps: int | None, quotas: QuotaUses, *, takes_new_data: bool = False
+) -> None:
     """Refuses to have a job go on that has nothing to do, or whose budget others count on.
 
     Args:
         job: as it is.
         steps: its budget from here on; None: as it was.
         quotas: what namespaces have of theirs.
+        takes_new_data: it is to go on with the data that its workers have now.
 
     Raises:
-        UserError: with the field `steps`; or it is its namespace's quota that is full.
+        UserError: with the field `steps` or `new_data`; or it is its namespace's quota that is full.
     """
     is_at_rest = job.is_at_rest
     if is_at_rest:
         quotas.check_queue(job.namespace)
+    if takes_new_data:
+        _check_new_data(job)
     if steps is None:
         if job.end is not None and job.end.state is JobState.FINISHED:
             if job.spec.sweep is not None:
@@ -128,6 +138,17 @@ def check_resumable(job: JobHistory, steps: int | None, quotas: QuotaUses) -> No
     if steps <= job.version:
         raise UserError("steps", steps, f"{job.version} steps are done already: give more")
     with_steps(job.spec, steps)
+
+
+def _check_new_data(job: JobHistory) -> None:
+    if job.spec.sweep is not None:
+        hint = "trials are compared on the data that they began with: submit the sweep anew"
+        raise UserError("new_data", job.job, hint)
+    if job.chosen:
+        hint = (
+            "rows of the data before are chosen, by their numbers: submit the job anew, from its checkpoint"
+        )
+        raise UserError("new_data", job.job, hint)
 
 
 def delete_asked(event: DeleteAsked, history: History, outbox: Outbox, *, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import inf, isfinite, prod
 from typing import assert_never
 
@@ -549,6 +550,18 @@ class History:
         """Position that the log has reached; None before its first epoch."""
         return position_reached(self.openings, self.num_records)
 
+    def trained_on(self, job: JobHistory) -> records.DataCounted | None:
+        """Data that a job's steps were made with, to which each later reader is held; None: of none that are recorded.
+
+        An array without a step of its own goes on from rows of its sweep, so it is held to what those read.
+        """
+        siblings = () if job.sweep is None else self.jobs[job.sweep].arrays
+        for found in chain((job,), (self.jobs[array] for array in siblings if array in self.jobs)):
+            is_alike = (found.spec.data, found.spec.seed) == (job.spec.data, job.spec.seed)
+            if found.version and is_alike and found.counted is not None and found.counted.fingerprint:
+                return found.counted
+        return None
+
     def covers(self, known: LogPosition) -> bool:
         """Whether the log has all that somebody knows of it."""
         return is_covered(known, self.openings, self.num_records)
@@ -599,6 +612,8 @@ def _resume(job: JobHistory, record: records.JobResumed) -> None:
         job.asked = job.asked or job.spec
         job.spec = with_steps(job.spec, record.steps)
         job.counted = None if job.counted is None else replace(job.counted, num_steps=None)
+    if record.takes_new_data and job.counted is not None:
+        job.counted = replace(job.counted, fingerprint="", num_validation_samples=None)
 
 
 def _behind(job: JobHistory) -> dict[records.GenerationMember, frozenset[ChunkVersion]]:

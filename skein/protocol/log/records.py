@@ -349,12 +349,18 @@ class Incident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCounted:
-    """Size of the job's data when workers opened them first; `num_steps`: of its epochs, if its budget has some."""
+    """Data of the job when workers opened them first; `num_steps`: of its epochs, if its budget has some.
+
+    The newest record of a job counts: another one follows where the job takes other data.
+    """
 
     job: JobId
     num_train_samples: int
     num_steps: int | None
     wall_s: float
+    fingerprint: str = ""
+    """Hash over all that was read and over the split, to which later readers are held; "" in older logs."""
+    num_validation_samples: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,6 +389,8 @@ class JobResumed:
     job: JobId
     steps: int | None
     wall_s: float
+    takes_new_data: bool = False
+    """Whether it goes on with the data that its workers have now, though it was trained on others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

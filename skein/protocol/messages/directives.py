@@ -303,6 +303,8 @@ class Assign(GenerationDirective):
     """None: nothing of a step in progress counts any more."""
     begins: Beginning | None = None
     """Checkpoint whose parameters chunks of an initial source begin with; None: with what the job says."""
+    data_fingerprint: str = ""
+    """Fingerprint of the data that the job was trained on, to which a reader is held; "": of none yet."""
     choices: tuple[ToldChoice, ...] = ()
     """Choice by which samples are drawn at `version`, of an array those of all its rows; none: all rows are drawn, or
     what the job says of them."""
@@ -473,6 +475,8 @@ class OpenData(EpochDirective):
     job: JobId
     job_spec: str
     """Canonical JSON of the `JobSpec`."""
+    data_fingerprint: str = ""
+    """Fingerprint of the data that the job was trained on, to which a reader is held; "": of none yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

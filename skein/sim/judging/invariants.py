@@ -21,6 +21,7 @@ from skein.protocol.log.records import (
     Averaged,
     CheckpointCommitted,
     CoresetChosen,
+    DataCounted,
     EpochOpened,
     GenerationOpened,
     JobEnded,
@@ -148,6 +149,8 @@ class Invariants:
         self._owners: dict[tuple[Epoch, Generation], dict[tuple[MicrobatchId, StageIndex], WorkerId]] = {}
         """Workers that have accumulated, or will, what a step that goes on consists of."""
         self._built: dict[Incarnation, Generation] = {}
+        self._read: dict[Generation, dict[WorkerId, str]] = {}
+        """Fingerprints of the data that readers of a generation have opened."""
         self._replayed = History()
 
     def forget_all_but(self, log: Iterable[Record]) -> None:
@@ -192,8 +195,11 @@ class Invariants:
             case StepCommitted():
                 job, branch = self._replayed.jobs[record.job], self._branches[record.job]
                 if not self.has_liars:
+                    self._check_data(job)
                     self._check_round(job, branch.records[-1:], record.record)
                 self._committed(branch, record.record, num_samples=job.spec.batch.samples)
+            case DataCounted():
+                self._check_counted(self._replayed.jobs[record.job], record)
             case CoresetChosen():
                 _check_choice(record)
             case RolledBack():
@@ -347,6 +353,25 @@ class Invariants:
     def built(self, who: Worker, generation: Generation) -> None:
         """A worker has what a generation assigns to it."""
         self._built[who.identity.incarnation] = generation
+
+    def reads(self, who: Worker, generation: Generation, fingerprint: str) -> None:
+        """A worker has opened data for a generation."""
+        self._read.setdefault(generation, {})[who.identity.worker] = fingerprint
+
+    def _check_data(self, job: JobHistory) -> None:
+        """A step is made with one kind of data: those that are recorded, or while no record counts, one at least."""
+        readers = self._read.get(job.generation, {})
+        recorded = "" if job.counted is None else job.counted.fingerprint
+        expected = recorded or min(readers.values(), default="")
+        odd = {worker: found for worker, found in readers.items() if found != expected}
+        if odd:
+            raise Violated(f"{job.job} is trained on {expected}, and step {job.version} reads {odd}")
+
+    def _check_counted(self, job: JobHistory, record: DataCounted) -> None:
+        """Data that steps were made with are replaced only where a client has asked for it."""
+        before = "" if job.counted is None else job.counted.fingerprint
+        if job.version and before not in ("", record.fingerprint):
+            raise Violated(f"{job.job} was trained on {before} and goes on with {record.fingerprint}")
 
     def begins(self, who: Worker, op: Op) -> None:
         """A worker computes only what the generation that it follows has assigned, for the job of that."""

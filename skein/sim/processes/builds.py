@@ -18,10 +18,10 @@ from skein.sim.compute.rows import NUM_ROWS
 from skein.sim.judging.invariants import Invariants, Violated, initial_of
 from skein.sim.lines.network import Network
 from skein.sim.processes.copies import SimCopies
-from skein.sim.processes.data import LACKING, SimData
+from skein.sim.processes.data import SimData
 from skein.sim.processes.store import Store
 from skein.sim.processes.worker import SimWorker
-from skein.types import JobId, StageIndex, StageSpec, Step, WorkerId
+from skein.types import Incarnation, JobId, StageIndex, StageSpec, Step, WorkerId
 
 BUILD_S = 0.05
 SAVE_S = 0.5
@@ -68,6 +68,8 @@ class Builds:
             clock, network, workers, times_of=self.times_of, give=give, lineage_now=invariants.lineage_now
         )
         self.data = SimData(clock, give=give)
+        self._read: dict[Incarnation, str] = {}
+        """Fingerprint of the data that a process has opened for its newest build."""
         self._times: dict[tuple[JobId, StageSpec], StageTimes] = {}
         self._store = store
 
@@ -141,7 +143,7 @@ class Builds:
             generation=assign.generation,
             num_train_samples=self._num_rows(assign.job) if search.is_origin else 0,
             num_validation_samples=10**4 if search.is_origin else 0,
-            data_fingerprint="data" if search.is_origin else "",
+            data_fingerprint=self._read[worker.machine.identity.incarnation] if search.is_origin else "",
         )
         self._give(worker, built)
 
@@ -160,8 +162,10 @@ class Builds:
         """
         assign, now = command.assign, self._invariants.lineage_now
         for need in search.needs():
-            if need is StatePlace.DATA and not self.data.has(worker, assign.job):
-                raise UnfitError(*LACKING)
+            if need is StatePlace.DATA:
+                read = self.data.opened(worker, assign.job, assign.data_fingerprint)
+                self._invariants.reads(worker.machine, assign.generation, read)
+                self._read[worker.machine.identity.incarnation] = read
             if need is StatePlace.CHECKPOINT:
                 reason = self._store.trouble(self._checkpoint_of(assign.job, assign.version))
                 if reason:

@@ -1776,6 +1776,7 @@ class Assign(_message.Message):
     PEERS_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
+    DATA_FINGERPRINT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
     job: _builtins.str
@@ -1788,6 +1789,8 @@ class Assign(_message.Message):
     """Generation of the Assign to which this one is the difference: no job_spec, and peers that are new or changed.
     0: all of it.
     """
+    data_fingerprint: _builtins.str
+    """Of the data that the job was trained on; empty: of none yet."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkAssignment]: ...
     @_builtins.property
@@ -1837,10 +1840,11 @@ class Assign(_message.Message):
         peers: _abc.Iterable[Global___Member] | None = ...,
         gone: _abc.Iterable[_builtins.str] | None = ...,
         since: _builtins.int = ...,
+        data_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_resumption", b"_resumption", "begins", b"begins", "resumption", b"resumption", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_resumption", b"_resumption", "begins", b"begins", "choices", b"choices", "chunks", b"chunks", "epoch", b"epoch", "evaluation_origins", b"evaluation_origins", "generation", b"generation", "gone", b"gone", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_evaluation_paths", b"num_evaluation_paths", "num_paths", b"num_paths", "origins", b"origins", "peers", b"peers", "resumption", b"resumption", "schedule", b"schedule", "since", b"since", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begins", b"_begins", "_resumption", b"_resumption", "begins", b"begins", "choices", b"choices", "chunks", b"chunks", "data_fingerprint", b"data_fingerprint", "epoch", b"epoch", "evaluation_origins", b"evaluation_origins", "generation", b"generation", "gone", b"gone", "groups", b"groups", "job", b"job", "job_spec", b"job_spec", "num_evaluation_paths", b"num_evaluation_paths", "num_paths", b"num_paths", "origins", b"origins", "peers", b"peers", "resumption", b"resumption", "schedule", b"schedule", "since", b"since", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__begins: _TypeAlias = _typing.Literal["begins"]  # noqa: Y015
     _WhichOneofArgType__begins: _TypeAlias = _typing.Literal["_begins", b"_begins"]  # noqa: Y015
@@ -2235,20 +2239,24 @@ class OpenData(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
     JOB_SPEC_FIELD_NUMBER: _builtins.int
+    DATA_FINGERPRINT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     job: _builtins.str
     job_spec: _builtins.str
     """Canonical JSON."""
+    data_fingerprint: _builtins.str
+    """As in Assign."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         job: _builtins.str = ...,
         job_spec: _builtins.str = ...,
+        data_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "job_spec", b"job_spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_fingerprint", b"data_fingerprint", "epoch", b"epoch", "job", b"job", "job_spec", b"job_spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -341,18 +341,22 @@ class ResumeRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    TAKES_NEW_DATA_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     steps: _builtins.int
     """The job's budget from here on; absent: as before."""
+    takes_new_data: _builtins.bool
+    """Go on with the data that workers have now, though it was trained on others."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         steps: _builtins.int | None = ...,
+        takes_new_data: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "job", b"job", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "job", b"job", "steps", b"steps", "takes_new_data", b"takes_new_data"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
     _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015

@@ -292,11 +292,16 @@ class DataCounted(_message.Message):
     NUM_TRAIN_SAMPLES_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NUM_VALIDATION_SAMPLES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     num_train_samples: _builtins.int
     num_steps: _builtins.int
     """What its epochs are; absent without a budget of those."""
     wall_s: _builtins.float
+    fingerprint: _builtins.str
+    """Of all that was read, and of the split; empty: the record is older than the field."""
+    num_validation_samples: _builtins.int
     def __init__(
         self,
         *,
@@ -304,14 +309,21 @@ class DataCounted(_message.Message):
         num_train_samples: _builtins.int = ...,
         num_steps: _builtins.int | None = ...,
         wall_s: _builtins.float = ...,
+        fingerprint: _builtins.str = ...,
+        num_validation_samples: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_steps", b"_num_steps", "num_steps", b"num_steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_steps", b"_num_steps", "_num_validation_samples", b"_num_validation_samples", "num_steps", b"num_steps", "num_validation_samples", b"num_validation_samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_steps", b"_num_steps", "job", b"job", "num_steps", b"num_steps", "num_train_samples", b"num_train_samples", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_steps", b"_num_steps", "_num_validation_samples", b"_num_validation_samples", "fingerprint", b"fingerprint", "job", b"job", "num_steps", b"num_steps", "num_train_samples", b"num_train_samples", "num_validation_samples", b"num_validation_samples", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_steps: _TypeAlias = _typing.Literal["num_steps"]  # noqa: Y015
     _WhichOneofArgType__num_steps: _TypeAlias = _typing.Literal["_num_steps", b"_num_steps"]  # noqa: Y015
+    _WhichOneofReturnType__num_validation_samples: _TypeAlias = _typing.Literal["num_validation_samples"]  # noqa: Y015
+    _WhichOneofArgType__num_validation_samples: _TypeAlias = _typing.Literal["_num_validation_samples", b"_num_validation_samples"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_steps) -> _WhichOneofReturnType__num_steps | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_validation_samples) -> _WhichOneofReturnType__num_validation_samples | None: ...
 
 Global___DataCounted: _TypeAlias = DataCounted  # noqa: Y015
 
@@ -376,20 +388,24 @@ class JobResumed(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    TAKES_NEW_DATA_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     steps: _builtins.int
     """The budget from here on; absent: as before."""
     wall_s: _builtins.float
+    takes_new_data: _builtins.bool
+    """The job goes on with the data that its workers have now."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         steps: _builtins.int | None = ...,
         wall_s: _builtins.float = ...,
+        takes_new_data: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "job", b"job", "steps", b"steps", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "job", b"job", "steps", b"steps", "takes_new_data", b"takes_new_data", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
     _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015

@@ -66,13 +66,20 @@ def test_workers_and_links_say_by_which_way_they_are_reached(coordinator: Script
 def test_a_job_is_paused_and_goes_on(coordinator: Scripted, capsys: Captured) -> None:
     assert run(["pause", "first-job-1", "--reason", "lunch"]) == 0
     assert run(["resume", "first-job-1", "--steps", "900"]) == 0
+    assert run(["resume", "first-job-1", "--new-data"]) == 0
     assert run(["cancel", "first-job-1", "--discard"]) == 0
     out, err = capsys.readouterr()
-    assert out.splitlines() == ["first-job-1 held", "first-job-1 pending", "first-job-1 cancelled"]
+    assert out.splitlines() == [
+        "first-job-1 held",
+        "first-job-1 pending",
+        "first-job-1 pending",
+        "first-job-1 cancelled",
+    ]
     assert err == ""
     assert coordinator.script.wishes == [
         jobs_pb2.PauseRequest(job="first-job-1", reason="lunch"),
         jobs_pb2.ResumeRequest(job="first-job-1", steps=900),
+        jobs_pb2.ResumeRequest(job="first-job-1", takes_new_data=True),
         jobs_pb2.CancelRequest(job="first-job-1", discards=True),
     ]
     for verb in ("pause", "resume"):

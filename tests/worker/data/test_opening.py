@@ -54,6 +54,48 @@ async def test_data_that_cannot_be_opened_are_tried_again(job: JobSpec, tmp_path
     assert (await datasets.open(absent)).num_train_samples > 0
 
 
+def rewrite(job: JobSpec, content: bytes) -> bytes:
+    """Give the job's one file another content; gives the former one."""
+    (source,) = job.data.sources
+    assert isinstance(source, TextSource)
+    (path,) = (
+        sorted(Path(source.path).glob("**/*.txt")) if Path(source.path).is_dir() else [Path(source.path)]
+    )
+    before = path.read_bytes()
+    path.write_bytes(content)
+    return before
+
+
+async def test_a_reader_is_held_to_the_data_that_the_job_was_trained_on(job: JobSpec) -> None:
+    datasets = Datasets()
+    trained_on = (await datasets.open(job)).fingerprint
+    assert (await datasets.open(job, trained_on=trained_on)).fingerprint == trained_on
+    datasets.forget()
+    before = rewrite(job, b"other text " * 400)
+    with pytest.raises(UnfitError, match=r"the job was trained on other data .*skein resume JOB --new-data"):
+        await datasets.open(job, trained_on=trained_on)
+    # The next try looks at the files of then: put back, or taken by the job.
+    assert (await datasets.open(job)).fingerprint != trained_on
+    rewrite(job, before)
+    assert (await datasets.open(job, trained_on=trained_on)).fingerprint == trained_on
+
+
+async def test_a_file_that_was_rewritten_under_the_job_is_opened_again_and_refused(job: JobSpec) -> None:
+    datasets = Datasets()
+    opened = await datasets.open(job)
+    text = rewrite(job, b"")
+    rewrite(job, bytes(len(text)))
+    with pytest.raises(UnfitError, match="restore it"):
+        opened.train_batch([0])
+    with pytest.raises(UnfitError, match="the job was trained on other data"):
+        await datasets.open(job, trained_on=opened.fingerprint)
+    rewrite(job, text)
+    again = await datasets.open(job, trained_on=opened.fingerprint)
+    assert (
+        again.train_batch([0]).inputs.tolist() == (await datasets.open(job)).train_batch([0]).inputs.tolist()
+    )
+
+
 async def test_a_file_system_that_does_not_answer_is_told_of(
     job: JobSpec, never: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ Rules of this file
 - A step is recorded first, then announced.
 """
 
+from skein.data.agreement import SHOWN, other_data
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import RowsChosen
 from skein.protocol.coordinator.runs import phase as phases
@@ -12,12 +13,12 @@ from skein.protocol.coordinator.runs.course import RunCourse
 from skein.protocol.coordinator.runs.ending import Rewind
 from skein.protocol.coordinator.runs.fencing import Fence
 from skein.protocol.coordinator.runs.parts import Parts
-from skein.protocol.coordinator.runs.placing.planning import one_for_each_print
+from skein.protocol.coordinator.runs.placing.readings import FirstReadings
 from skein.protocol.coordinator.runs.steps.counting import count_data, room_doubt
 from skein.protocol.coordinator.runs.stopping import Stopping
 from skein.protocol.log.records import IncidentKind, StepCommitted
 from skein.protocol.messages.directives import Commit, Start, StepRecord
-from skein.protocol.messages.reports import ChunksReady, EvaluationDone, Vote
+from skein.protocol.messages.reports import ChunksReady, EvaluationDone, Trouble, Vote
 from skein.protocol.messages.tensors import Phase
 from skein.protocol.rounds.round import Outvoted, RoundEvent, VoteHeard
 from skein.types import WorkerId
@@ -31,6 +32,7 @@ class Boundary:
         self._course = course
         self._stopping = stopping
         self._fence = fence
+        self._first_readings = FirstReadings()
 
     # --- the plan is in place ---
 
@@ -42,17 +44,12 @@ class Boundary:
         parts.vigil.moved(now=now)
         if not parts.placement.is_built(worker, report):
             return
-        if odd := parts.placement.odd_readers():
-            self._other_data(odd, now=now)
+        if not self._agree_on_data(now=now):
             return
-        num_validation_samples, num_train_samples = parts.placement.num_samples()
-        doubt = count_data(parts.job, num_train_samples, parts.out, now=now)
-        if doubt is None and parts.job.version == 0:
-            doubt = room_doubt(parts.job, self._plan(), num_train_samples)
-        if doubt is not None:
-            self._stopping.fail(doubt, now=now)
+        if (doubt := self._data_doubt(now=now)) is not None:
+            self._doubted(doubt, now=now)
             return
-        parts.evaluation.found(num_validation_samples)
+        parts.evaluation.found(parts.placement.data_of_all().num_validation_samples)
         parts.members.free_unplaced(keeping=parts.checks.aside)
         parts.incidents.over(now=now)
         if parts.placement.resumed is not None and parts.placement.resumed.is_begun:
@@ -60,16 +57,72 @@ class Boundary:
         else:
             self.go_on(now=now)
 
-    def _other_data(self, odd: tuple[WorkerId, ...], *, now: float) -> None:
+    def _data_doubt(self, *, now: float) -> str | None:
+        """Record the data that all origins have; gives the reason for which the job cannot be with them."""
+        parts, data = self._parts, self._parts.placement.data_of_all()
+        doubt = count_data(
+            parts.job,
+            data.num_train_samples,
+            parts.out,
+            now=now,
+            num_validation_samples=data.num_validation_samples,
+            fingerprint=data.data_fingerprint,
+        )
+        if doubt is None and parts.job.version == 0:
+            doubt = room_doubt(parts.job, self._plan(), data.num_train_samples)
+        return doubt
+
+    def _doubted(self, doubt: str, *, now: float) -> None:
+        """The job cannot be with these data: it fails if two workers have them, or if no other worker could read."""
+        parts, origins = self._parts, self._parts.placement.origins()
+        here = [entry.hello.worker for entry in parts.candidates()]
+        others = [worker for worker in here if worker not in origins]
+        trouble = Trouble(generation=parts.job.generation, is_fatal=True, reason=doubt)
+        verdicts = [parts.blame.judge(origin, trouble, others) for origin in origins]
+        if any(verdict is not None for verdict in verdicts):
+            self._stopping.fail(doubt, now=now)
+        else:
+            self._fence.open(doubt, now=now)
+
+    def _agree_on_data(self, *, now: float) -> bool:
+        """Whether all origins have the data of the job; those that have others are left out by a new generation.
+
+        Before the first step the data of most workers that have read so far count. Where as many have others, one more
+        is asked; the job fails if there is no other one.
+        """
         parts = self._parts
-        if parts.job.version == 0:
-            who = " and ".join(one_for_each_print(parts.members.ready))
+        if parts.job.version or parts.out.history.trained_on(parts.job) is not None:
+            odd, is_undecided = parts.placement.odd_readers(), False
+        else:
+            odd, is_undecided = self._first_readings.odd(
+                parts.placement.origins(),
+                parts.members.ready,
+                here=parts.live.keys(),
+                candidates=[entry.hello.worker for entry in parts.candidates()],
+                recorded="" if parts.job.counted is None else parts.job.counted.fingerprint,
+            )
+            parts.blame.fits(self._first_readings.of_most())
+        if is_undecided:
+            who = " and ".join(self._first_readings.one_for_each())
             self._stopping.fail(f"{who} read different data: give all workers the same files", now=now)
-            return
-        reason = f"{' and '.join(odd)} read other data than before: give all workers the same files"
+        elif odd:
+            self._leave_out(odd, now=now)
+        return not odd
+
+    def _leave_out(self, odd: tuple[WorkerId, ...], *, now: float) -> None:
+        """Go on without workers that have other data, until the job cannot do without them."""
+        parts = self._parts
+        trained_on = parts.out.history.trained_on(parts.job)
+        reasons: dict[WorkerId, str] = {}
         for worker in odd:
-            parts.blame.strike(worker, reason)
-        self._fence.open(reason, now=now)
+            found = parts.members.ready[worker].data_fingerprint
+            if trained_on is not None:
+                words = str(other_data(found, trained_on.fingerprint))
+            else:
+                words = f"reads other data ({found[:SHOWN]}) than the others: give all workers the same files"
+            reasons[worker] = f"{worker}: {words}"
+        parts.blame.set_aside(reasons, lasts=True)
+        self._fence.open("; ".join(reasons.values()), now=now)
 
     # --- between steps ---
 

@@ -245,6 +245,11 @@ class Run:
         if self._course.is_to_fence() and now >= self._course.gathers_at():
             self._fence.open("workers gathered", now=now)
 
+    def pardon(self, *, now: float) -> None:
+        """Ask workers again that were left out for what they lack: the job takes something else from here on."""
+        self._fence.pardon()
+        self.tick(now=now)
+
     def stuck(self, *, now: float) -> tuple[tuple[WorkerId, str], ...]:
         """Workers that live and get nowhere, to be turned away, each with the reason."""
         return self._parts.vigil.stuck(self.plan, is_fencing=self._course.is_in(phases.FencePhase), now=now)

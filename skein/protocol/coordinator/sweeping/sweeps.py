@@ -274,7 +274,7 @@ class Sweeps:
                 self._ask_to_halt(sweep, JobState.HELD, reason, discards=False, now=now)
             case ResumeAsked():
                 was_at_rest = sweep.is_at_rest or sweep.halt is not None
-                lifecycle.resume_asked(sweep, event, quotas, self._out, now=now)
+                lifecycle.resume_asked(sweep, None, event, quotas, self._out, now=now)
                 if was_at_rest and not sweep.is_at_rest and sweep.halt is None:
                     self._resume_arrays(sweep, (*_HALTED, JobState.FAILED), now=now)
             case _:

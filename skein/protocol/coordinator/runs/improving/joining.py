@@ -82,7 +82,12 @@ class Joining(RunPart):
                 self._open_data(worker)
 
     def _open_data(self, worker: WorkerId) -> None:
-        opening = OpenData(job=self._job.job, job_spec=self._job.spec.canonical_json())
+        trained_on = self._out.history.trained_on(self._job)
+        opening = OpenData(
+            job=self._job.job,
+            job_spec=self._job.spec.canonical_json(),
+            data_fingerprint="" if trained_on is None else trained_on.fingerprint,
+        )
         self._members.tell(opening, worker)
 
     def opened(self, worker: WorkerId, report: DataOpened) -> None:

@@ -280,6 +280,7 @@ class Placement(RunPart):
         self._log(f"generation={job.generation} plan: {plan.reason}")
         for found in shortfalls(plan, job.spec, self._members.fleet):
             self._log(f"generation={job.generation} short: {found.words}")
+        trained_on = self._out.history.trained_on(job)
         told = assignments(
             plan,
             sources,
@@ -288,6 +289,7 @@ class Placement(RunPart):
             resumptions=resumptions,
             begins=job.begins,
             choices=choices_in_force(job.chosen, job.places),
+            data_fingerprint="" if trained_on is None else trained_on.fingerprint,
         )
         self._members.assign(told, neighbours_of(plan))
 
@@ -331,16 +333,19 @@ class Placement(RunPart):
         return True
 
     def odd_readers(self) -> tuple[WorkerId, ...]:
-        """Origins that read other data than the rest."""
-        members = self._members
-        return who_reads_other_data(self._origins(), members.ready, members.acks, version=self._job.version)
+        """Origins that read other data than the job was trained on, or before its first step than the rest."""
+        members, version = self._members, self._job.version
+        trained_on = self._out.history.trained_on(self._job)
+        return who_reads_other_data(
+            self.origins(), members.ready, members.acks, version=version, trained_on=trained_on
+        )
 
-    def num_samples(self) -> tuple[int, int]:
-        """Samples that every origin has to validate and to train on: a worker that reads other data is no origin."""
-        ready = self._members.ready[self._origins()[0]]
-        return ready.num_validation_samples, ready.num_train_samples
+    def data_of_all(self) -> ChunksReady:
+        """Report of the first origin, which all others equal: a worker that reads other data is no origin."""
+        return self._members.ready[self.origins()[0]]
 
-    def _origins(self) -> list[WorkerId]:
+    def origins(self) -> list[WorkerId]:
+        """Workers at which paths begin: they read data."""
         assert self.plan is not None
         paths = (*self.plan.paths, *self.plan.evaluation_paths)
         return sorted({path.hops[0].worker for path in paths})

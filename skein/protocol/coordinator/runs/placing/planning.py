@@ -11,6 +11,7 @@ from skein.plan.plan import ChunkPlan, Plan
 from skein.protocol.coordinator.runs.placing.sources import holders_by_stage
 from skein.protocol.coordinator.runs.watching.measuring import Measured
 from skein.protocol.log.history import JobHistory
+from skein.protocol.log.records import DataCounted
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.reports import Ack, ChunksReady
 from skein.topology.fleet import Fleet, Link, rounded
@@ -77,8 +78,20 @@ def who_reads_other_data(
     acks: Mapping[WorkerId, Ack],
     *,
     version: Step,
+    trained_on: DataCounted | None = None,
 ) -> tuple[WorkerId, ...]:
-    """Workers of `origins`, sorted, whose data is not that of most; who computed `version` is believed first."""
+    """Workers of `origins`, sorted, that have other data than the job, or than most of them where that is not recorded.
+
+    Args:
+        origins: workers at which paths begin.
+        ready: their reports.
+        acks: what they held when the generation was opened: a worker that computed `version` is believed first.
+        version: the version that the log has reached.
+        trained_on: data of the steps so far; None: of none that are recorded.
+    """
+    if trained_on is not None:
+        fixed = trained_on.fingerprint, trained_on.num_train_samples, trained_on.num_validation_samples
+        return tuple(origin for origin in origins if _data_of(ready[origin]) != fixed)
     believed = [o for o in origins if version > 0 and any(c.version == version for c in acks[o].chunks)]
     found = {origin: _data_of(ready[origin]) for origin in origins}
     [(usual, _)] = Counter(found[origin] for origin in believed or origins).most_common(1)
@@ -92,12 +105,3 @@ def _data_of(report: ChunksReady) -> tuple[str, int, int]:
 def fingerprint_of(ready: Mapping[WorkerId, ChunksReady]) -> str:
     """Fingerprint of the data that a generation's members read; "" where none of them reads any."""
     return max((report.data_fingerprint for report in ready.values()), default="")
-
-
-def one_for_each_print(ready: Mapping[WorkerId, ChunksReady]) -> tuple[WorkerId, ...]:
-    """Workers that read data, one for each data that is not the same."""
-    found: dict[tuple[str, int, int], WorkerId] = {}
-    for worker in sorted(ready):
-        if ready[worker].data_fingerprint:
-            found.setdefault(_data_of(ready[worker]), worker)
-    return tuple(found.values())

@@ -145,10 +145,12 @@ def assignments(
     resumptions: Mapping[WorkerId, Resumption],
     begins: Beginning | None = None,
     choices: tuple[ToldChoice, ...] = (),
+    data_fingerprint: str = "",
 ) -> dict[WorkerId, Assign]:
     """Assignment of each worker of the plan; `resumptions` are of those who go on with a step in progress.
 
-    `choices`: by which samples are drawn, which those need alone whose paths begin there.
+    `choices`: by which samples are drawn, which those need alone whose paths begin there. `data_fingerprint`: of the
+    data that the job was trained on; "": of none yet.
     """
     stages = {stage.index: stage for stage in plan.stages}
     origins, evaluation_origins = _origins(plan.paths), _origins(plan.evaluation_paths)
@@ -182,6 +184,7 @@ def assignments(
             resumption=resumptions.get(worker),
             begins=begins,
             choices=choices if origins[worker] else (),
+            data_fingerprint=data_fingerprint,
         )
         for worker, held in chunks.items()
     }

@@ -1,9 +1,11 @@
-"""Size of an epoch of a job's data, once and for all: counted when workers open them first; room for choices of it."""
+"""Data of a job, recorded when workers open them first: fingerprint, size of an epoch; room for choices of it."""
 
 from collections import Counter
+from dataclasses import replace
 from math import ceil
 
 from skein.config.job import with_steps
+from skein.data.agreement import SHOWN
 from skein.errors import UserError
 from skein.numeric.coreset.portions import num_parts_of
 from skein.numeric.coreset.room import MOST_FEATURE_BYTES, feature_bytes, no_room
@@ -17,14 +19,24 @@ from skein.protocol.messages.coresets import MOST_PICKS, MOST_ROWS
 from skein.units import format_bytes
 
 
-def count_data(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: float) -> str | None:
-    """Record what workers have found, if nobody has before; says before the first step whether the job can be.
+def count_data(
+    job: JobHistory,
+    num_train_samples: int,
+    outbox: Outbox,
+    *,
+    now: float,
+    num_validation_samples: int | None = None,
+    fingerprint: str = "",
+) -> str | None:
+    """Record what workers have found, unless it is recorded; says before the first step whether the job can be.
 
     Args:
         job: whose data they are.
         num_train_samples: what every origin has to train on.
         outbox: where the record goes.
         now: seconds.
+        num_validation_samples: what every origin has to validate on.
+        fingerprint: of the data of every origin; "": they are not compared.
 
     Returns:
         Why the job cannot be: it does not agree with the steps that its epochs are. None if it can.
@@ -42,7 +54,15 @@ def count_data(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: 
         )
         otherwise = "" if is_shared else ", or share: first_alive"
         return f"data: {num_told} chosen rows {hint}: give a smaller sweep.per_array{otherwise}"
-    counted = job.counted or _count(job, num_train_samples, outbox, now=now)
+    counted = job.counted
+    if counted is None or (fingerprint and fingerprint != counted.fingerprint):
+        counted = replace(
+            _counted(job, num_train_samples, now=now),
+            num_validation_samples=num_validation_samples,
+            fingerprint=fingerprint,
+        )
+        outbox.record(counted)
+        outbox.log(_words(job, counted), job=job.job)
     if counted.num_steps is None or job.version:
         return None
     try:
@@ -71,17 +91,21 @@ def room_doubt(job: JobHistory, plan: Plan, num_train_samples: int) -> str | Non
     return f"{no_room(spec)}: here are {num_rows} rows, {format_bytes(num_bytes)}"
 
 
-def _count(job: JobHistory, num_train_samples: int, outbox: Outbox, *, now: float) -> DataCounted:
-    spec = job.spec
-    num_steps = spec.budget.steps_of_epochs(num_train_samples, spec.batch.samples)
-    counted = DataCounted(job=job.job, num_train_samples=num_train_samples, num_steps=num_steps, wall_s=now)
-    outbox.record(counted)
-    num_tokens = num_train_samples * spec.data.sequence_tokens
-    tokens = "" if spec.model.vocab_size is None else f", {num_tokens} tokens"
-    budget = "" if num_steps is None else f"; {spec.budget.epochs:g} of them are {num_steps} steps"
-    outbox.log(
-        f"data: an epoch is {num_train_samples} samples{tokens}, "
-        f"{-(-num_train_samples // spec.batch.samples)} steps{budget}",
-        job=job.job,
-    )
-    return counted
+def _counted(job: JobHistory, num_train_samples: int, *, now: float) -> DataCounted:
+    """Record of so many samples. Steps that epochs came to stay what they were once a step is made."""
+    spec, before = job.spec, job.counted
+    if before is not None and job.version:
+        num_steps = before.num_steps
+    else:
+        num_steps = spec.budget.steps_of_epochs(num_train_samples, spec.batch.samples)
+    return DataCounted(job=job.job, num_train_samples=num_train_samples, num_steps=num_steps, wall_s=now)
+
+
+def _words(job: JobHistory, counted: DataCounted) -> str:
+    spec, num_samples = job.spec, counted.num_train_samples
+    tokens = "" if spec.model.vocab_size is None else f", {num_samples * spec.data.sequence_tokens} tokens"
+    is_budget = counted.num_steps is not None and spec.budget.epochs is not None
+    budget = f"; {spec.budget.epochs:g} of them are {counted.num_steps} steps" if is_budget else ""
+    named = f" (fingerprint {counted.fingerprint[:SHOWN]})" if counted.fingerprint else ""
+    num_steps = -(-num_samples // spec.batch.samples)
+    return f"data: an epoch is {num_samples} samples{tokens}, {num_steps} steps{budget}{named}"

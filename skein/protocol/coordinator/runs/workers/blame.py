@@ -258,6 +258,10 @@ class Blame(RunPart):
         if report.error and report.job == self._job.job:
             self.set_aside({worker: report.error}, lasts=True)
 
+    def fits(self, workers: Iterable[WorkerId]) -> None:
+        """Let back workers that were set aside for what they lack, and have it as others have shown."""
+        self._pardon([worker for worker in workers if worker in self._unfit])
+
     # --- what undoes it ---
 
     def joined(self, entry: Entry) -> None:

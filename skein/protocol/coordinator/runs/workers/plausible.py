@@ -2,8 +2,18 @@
 
 from skein.config.job import ArrayJob, JobSpec
 from skein.numeric.sketch import SKETCH_LENGTH
-from skein.protocol.messages.reports import EvaluationDone, LinksMeasured, Report, SketchTaken, StageDone
+from skein.protocol.messages.reports import (
+    ChunksReady,
+    EvaluationDone,
+    LinksMeasured,
+    Report,
+    SketchTaken,
+    StageDone,
+)
 from skein.types import WorkerId
+
+MOST_FINGERPRINT = 128
+"""Characters of a fingerprint of data, which the run log keeps; a SHA-256 has 64."""
 
 
 def implausible(worker: WorkerId, report: Report, spec: JobSpec | None) -> str | None:
@@ -32,6 +42,11 @@ def implausible(worker: WorkerId, report: Report, spec: JobSpec | None) -> str |
         case EvaluationDone() if spec is not None and report.microbatches:
             most = len(set(report.microbatches)) * most_tokens(spec)
             return _too_many("EvaluationDone.num_tokens", report.num_tokens, most)
+        case ChunksReady() if len(report.data_fingerprint) > MOST_FINGERPRINT:
+            num_characters = len(report.data_fingerprint)
+            return (
+                f"ChunksReady.data_fingerprint: {num_characters} characters: give at most {MOST_FINGERPRINT}"
+            )
         case SketchTaken() if len(report.values) != SKETCH_LENGTH:
             return f"SketchTaken.values: {len(report.values)} numbers: give {SKETCH_LENGTH}"
         case _:
