@@ -14,6 +14,7 @@ NAMES = (
     "hostile",
     "log",
     "lying",
+    "memory",
     "meshes",
     "overhead",
     "pieces",

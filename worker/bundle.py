@@ -104,6 +104,11 @@ def allocate(num_bytes: int) -> memoryview:
     return _POOL.allocate(num_bytes)
 
 
+def release_blocks() -> None:
+    """Give large blocks that wait for use back to the system; the next ones are fresh."""
+    _POOL.release()
+
+
 def split_tensors(tensors: Iterable[TensorMeta], data: memoryview) -> Bundle:
     """The tensors that lie in `data` one after the other; they share its memory unless that breaks alignment."""
     bundle: list[WireTensor] = []

@@ -14,10 +14,12 @@ from pydantic import Field, Tag, model_validator
 from skein.config.optimizer import GossipOptimizer, LambSpec, SgdSpec
 from skein.config.robust import CentredClip, NormClip, NoRobust, RobustSpec, check_robust
 from skein.config.rule import (
+    EXCHANGED,
     Due,
     ExportOf,
     GossipMethod,
     GraphName,
+    HeldNumbers,
     Lateness,
     Leadership,
     Mixes,
@@ -79,6 +81,14 @@ class AllReduce(RuleSpec):
     def is_whole(self) -> bool:
         return self.robust.compares_norms or self.robust.compares_vectors
 
+    def held(self, job: "JobSpec") -> HeldNumbers:
+        moments, replicas = job.optimizer.num_moments, job.parallel.replicas
+        if self.is_additive:
+            return super().held(job)
+        # What was rounded away of this worker's gradient, and of the shards that it owns.
+        residuals = 0.0 if self.wire == "fp32" else 1 + 1 / replicas
+        return HeldNumbers.by_copy(moments + residuals, EXCHANGED + replicas * self.is_whole)
+
     def sendings(self, job: "JobSpec") -> tuple[Sending, ...]:
         return (Sums(per_step=1.0, wire=self.wire, pattern=self.pattern, robust=self.robust),)
 
@@ -120,6 +130,10 @@ class _OneBit(RuleSpec):
     @property
     def has_warmup(self) -> bool:
         return True
+
+    def held(self, job: "JobSpec") -> HeldNumbers:
+        """Both moments, and what a bit could not say of this worker's momentum and of the shards that it owns."""
+        return HeldNumbers.by_copy(job.optimizer.num_moments + 1 + 1 / job.parallel.replicas, EXCHANGED)
 
     def _sendings(self, job: "JobSpec", *, is_by_tensor: bool) -> tuple[Sending, ...]:
         warm = min(1.0, self.warmup_steps / job.total_steps)
@@ -170,6 +184,10 @@ class OneBitLamb(_OneBit):
 
     def sendings(self, job: "JobSpec") -> tuple[Sending, ...]:
         return self._sendings(job, is_by_tensor=False)
+
+    def held(self, job: "JobSpec") -> HeldNumbers:
+        """The same, and a variance that goes on beside the frozen one."""
+        return HeldNumbers.by_copy(super().held(job).state + 1, EXCHANGED)
 
     def check(self, job: "JobSpec") -> None:
         self._check_warmup(job, rule=self.rule, wanted="lamb")
@@ -243,6 +261,10 @@ class Lsgd(RuleSpec):
     def leadership(self) -> Leadership:
         return Leadership(probe_samples=self.probe_samples, recheck_ratio=self.recheck_ratio)
 
+    def held(self, job: "JobSpec") -> HeldNumbers:
+        """The optimizer's moments; at work, the parameters as the step found them too, for anyone may lead."""
+        return HeldNumbers.by_copy(job.optimizer.num_moments, EXCHANGED + 1)
+
     @property
     def is_eager(self) -> bool:
         return self.asynchronous
@@ -312,6 +334,21 @@ class Gossip(RuleSpec):
     @property
     def export_of(self) -> ExportOf:
         return ExportOf.MEAN
+
+    @property
+    def _num_vectors(self) -> int:
+        return 2 if self.method == "da_dmsgd" else 1
+
+    def held(self, job: "JobSpec") -> HeldNumbers:
+        """Momentum, and statistics of Adam or LAMB; at work, a vector of each neighbour and its weighted share.
+
+        A walker has about as many neighbours as walkers have binary digits.
+        """
+        shared = {"sgd": 0, "lamb": 3}.get(job.optimizer.name, 2)
+        vectors = self._num_vectors + (shared > 0)
+        neighbours = max(1, math.ceil(math.log2(job.parallel.replicas)))
+        state = shared + (self.method != "dsgd")
+        return HeldNumbers.by_copy(state, EXCHANGED + 2 * neighbours * vectors)
 
     def sendings(self, job: "JobSpec") -> tuple[Sending, ...]:
         """Parameters, DA-DmSGD's momentum, and what Adam or LAMB divides by."""
@@ -437,6 +474,15 @@ class DiLoCo(RuleSpec):
     @property
     def export_of(self) -> ExportOf:
         return ExportOf.AGREED
+
+    def held(self, job: "JobSpec") -> HeldNumbers:
+        """Global parameters and their momentum, residuals, the combiner's centre, the optimizer's moments."""
+        replicas = job.parallel.replicas
+        residuals = 1 + 1 / replicas if self.error_feedback and self.wire != "fp32" else 0.0
+        centre = isinstance(self.robust, CentredClip)
+        state = 2 + residuals + centre + job.optimizer.num_moments
+        vectors = (EXCHANGED + replicas * self.is_whole) / self.fragments
+        return HeldNumbers.by_copy(state, vectors)
 
     def sendings(self, job: "JobSpec") -> tuple[Sending, ...]:
         often = self.fragments / self.local_steps

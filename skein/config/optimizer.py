@@ -30,6 +30,11 @@ class _Optimizer(Spec):
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Global gradient norm above which all gradients shrink together; null: no clipping."""
 
+    @property
+    def num_moments(self) -> int:
+        """Numbers that the optimizer keeps for each parameter."""
+        return 2
+
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
         if self.schedule == "step" and self.drop_every_steps is None:
@@ -72,6 +77,10 @@ class SgdSpec(_Optimizer):
     momentum: _Beta = 0.9
     nesterov: bool = False
     """Look ahead along the momentum; wants one."""
+
+    @property
+    def num_moments(self) -> int:
+        return 1 if self.momentum else 0
 
     @model_validator(mode="after")
     def _check(self) -> "SgdSpec":

@@ -158,6 +158,37 @@ class Mixes:
 Sending = Sums | Signs | Spreads | Mixes
 
 
+# --- what a worker holds ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldNumbers:
+    """Memory of a worker besides parameters, sums of gradients and activations, as numbers for each parameter.
+
+    Args:
+        state: that stay from step to step: moments, residuals, global parameters.
+        exchange: that are there besides at the fullest moment of a reduction or an exchange: copies of the walker that
+            it works on, parts as they travel, results, vectors that are joined of them.
+    """
+
+    state: float
+    exchange: float
+
+    @staticmethod
+    def by_copy(state: float, vectors: float) -> "HeldNumbers":
+        """Numbers of a rule whose exchange works on a copy of the walker and so many vectors of its length."""
+        return HeldNumbers(state=state, exchange=1 + state + vectors)
+
+
+SUMMED = 4.0
+"""Numbers that a plain reduction holds for each parameter: parts that are sent, parts that came and their sum, the
+shards of the result, and the joined result."""
+EXCHANGED = 6.0
+"""Vectors as long as a walker that its exchange works with: what it has to say, that with what it has not said yet, the
+same in the wire's type and as peers read it, and the result. Allocators add what they keep between tensors; measured by
+`python -m bench.memory`."""
+
+
 class RuleSpec(Spec):
     """An aggregation rule, with the usual answers."""
 
@@ -244,6 +275,12 @@ class RuleSpec(Spec):
     def is_whole(self) -> bool:
         """Whether one owner must see all of what each member sends."""
         return False
+
+    # --- what a worker holds ---
+
+    def held(self, job: "JobSpec") -> HeldNumbers:
+        """Numbers that a worker holds for each parameter in `job`."""
+        return HeldNumbers(state=job.optimizer.num_moments, exchange=SUMMED)
 
     # --- what people are told ---
 

@@ -14,8 +14,8 @@ from skein.model.layers import LayerSpec, pending_bytes, stage_cost, tied_sizes
 from skein.topology.links import F64
 from skein.types import ChunkRef, Layout, StageIndex, StageSpec, WorkerId
 
-_COPIES = 5
-"""Copies of each parameter: itself, gradient, reduced gradient (an attempt leaves the gradient alone), two moments."""
+_OWN_COPIES = 2
+"""Copies of each parameter that every job has: itself and its sum of gradients. The rule says what it holds besides."""
 _ROW_COPIES = 11
 """The same of an array's rows: each with two moments, all that once more in the copy that a round works on and in what
 is voted on, and gradients, twice where one more batch adds to them."""
@@ -161,9 +161,12 @@ def _num_rows(job: JobSpec) -> int:
     return max(1, len(job.rows))
 
 
-def _copies(job: JobSpec) -> int:
-    """Numbers that a chunk holds for each parameter of the model."""
-    return _ROW_COPIES * len(job.rows) if job.rows else _COPIES
+def _copies(job: JobSpec) -> float:
+    """Numbers that a chunk holds for each parameter of the model at its fullest moment."""
+    if job.rows:
+        return _ROW_COPIES * len(job.rows)
+    held = job.aggregation.held(job)
+    return _OWN_COPIES + held.state + held.exchange
 
 
 def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageLoad:
@@ -188,7 +191,7 @@ def _load(job: JobSpec, layers: Sequence[LayerSpec], stage: StageSpec) -> StageL
         stage=stage,
         forward_flops=samples * cost.forward_flops,
         backward_flops=samples * cost.backward_flops,
-        fixed_bytes=_copies(job) * parameter_bytes + boundary_bytes,
+        fixed_bytes=math.ceil(_copies(job) * parameter_bytes) + boundary_bytes,
         slot_bytes=max(samples * cost.activation_bytes, aside_bytes) + boundary_bytes,
         output_bytes=samples * cost.output_bytes,
         parameter_bytes=_num_rows(job) * parameter_bytes,

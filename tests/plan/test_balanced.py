@@ -335,8 +335,8 @@ def test_too_little_memory_names_stage_need_and_what_there_is() -> None:
     plan = make_balanced_plan(job(stages=2), fleet([1e10] * 2, memory_bytes=1000), None, 0)
     assert isinstance(plan, Infeasible)
     assert re.fullmatch(
-        r"stage 0 needs 2\.2 MiB \(2269696 bytes\) of memory and w0 has 1000 B \(1000 bytes\): "
-        r"2\.2 MiB are missing in the cut that comes nearest, "
+        r"stage 0 needs 3\.2 MiB \(3354112 bytes\) of memory and w0 has 1000 B \(1000 bytes\): "
+        r"3\.2 MiB are missing in the cut that comes nearest, "
         r"and batch\.microbatch_samples: 1 frees most, 2\d\d\.\d KiB of it",
         plan.reason,
     )
@@ -354,7 +354,7 @@ def test_the_setting_that_is_named_as_the_cure_is_one() -> None:
 def test_the_stage_that_needs_most_memory_goes_to_the_only_worker_with_room_for_it() -> None:
     # The head's stage computes most, so it chooses first; the fast worker must be left to the embedding's.
     spec = job(stages=2, replicas=1, num_layers=5, is_tied=False, vocab_size=4096)
-    plan = planned(spec, fleet([2e10, 1e10], memory_bytes=[11_000_000, 7_000_000]))
+    plan = planned(spec, fleet([2e10, 1e10], memory_bytes=[17_500_000, 11_000_000]))
     assert stages_by_worker(plan) == {"w0": [0], "w1": [1]}
 
 

@@ -207,7 +207,7 @@ def test_stages_cut_by_speed_keep_to_memory() -> None:
     assert fast is not None
     assert violations(fast, spec, on) == ()
     # Speeds of 1 to 5 ask for 13 of the 16 layers.
-    assert [x.stop - x.first for x in fast.stages if fast.holders(x.index) == ("w1",)] == [10]
+    assert [x.stop - x.first for x in fast.stages if fast.holders(x.index) == ("w1",)] == [9]
 
 
 # --- what no fleet could run ---

@@ -59,6 +59,7 @@ from skein.types import (
     Step,
     WorkerId,
 )
+from worker.bundle import release_blocks
 from worker.compute.chunk import Chunk
 from worker.compute.exchanging import Exchanging, loss_on_probe
 from worker.compute.holding import Holding, share_among
@@ -375,6 +376,8 @@ class Compute:
         self._exchanges.finish(record, chunk, beside=True)
 
     def _save(self, op: SaveOp) -> Saved:
+        # Blocks that the last reduction left and copies of the state would add up to more than any step takes.
+        release_blocks()
         params, state = self._chunk_for(op).copy_for_checkpoint(self._held.job.aggregation.walkers)
         return Saved(
             job_id=self._held.job_id,

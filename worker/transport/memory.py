@@ -66,6 +66,11 @@ class BufferPool:
         weakref.finalize(lent, self._take_back, block).atexit = False
         return lent.data
 
+    def release(self) -> None:
+        """Give all blocks that nobody uses back to the system: something else needs the memory now."""
+        for key in tuple(self._spare):
+            self._spare.pop(key, None)
+
     def _take(self, num_bytes: int) -> Block:
         for key, block in tuple(self._spare.items()):
             if len(block) == num_bytes and self._spare.pop(key, None) is not None:

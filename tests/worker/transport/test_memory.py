@@ -54,3 +54,15 @@ def test_small_blocks_are_left_to_the_c_library() -> None:
     pool.allocate(99)
     gc.collect(0)
     assert pool.spare_bytes == 0
+
+
+def test_released_blocks_serve_no_more_and_those_in_use_come_back() -> None:
+    pool = BufferPool(least_bytes=100)
+    used = pool.allocate(100)
+    pool.allocate(200)
+    gc.collect(0)
+    pool.release()
+    assert pool.spare_bytes == 0
+    del used
+    gc.collect(0)
+    assert pool.spare_bytes == 100
