@@ -6,7 +6,8 @@ are read as they are on the wire, so that a thousand such workers fit into one p
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from grpc import aio
@@ -26,6 +27,7 @@ _GIB = 1 << 30
 _LAST_STAGE_KINDS = frozenset({ids_pb2.OP_KIND_LOSS})
 
 Report = control_pb2.Report
+ControlCall = aio.StreamStreamCall[control_pb2.Report, control_pb2.Directive]
 
 
 @dataclass(slots=True)
@@ -91,25 +93,29 @@ class LightWorker:
         """Keep a stream open until this is cancelled."""
         while True:
             self._outgoing = asyncio.Queue()
-            beating = asyncio.create_task(self._beat())
-            try:
-                await self._converse()
-                self._counts.lost_streams["the coordinator ended it"] += 1
-            except aio.AioRpcError as error:
-                self._counts.lost_streams[f"{error.code().name}: {error.details()}"] += 1
-            finally:
-                beating.cancel()
+            self._counts.lost_streams[await self._converse()] += 1
             await asyncio.sleep(REDIAL_S)
 
-    async def _converse(self) -> None:
-        call = self._stub.Session(self._said())
+    async def _converse(self) -> str:
+        """Open a stream and answer on it until it ends; gives the reason of its end."""
+        call = self._stub.Session()  # type: ignore[call-arg]
+        beside = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
         self._tell(self._hello())
-        async for directive in call:
-            self._take(directive)
+        try:
+            while isinstance(directive := await call.read(), control_pb2.Directive):
+                self._take(directive)
+            return f"{(await call.code()).name}: {await call.details()}"
+        except aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        finally:
+            for task in beside:
+                task.cancel()
+            call.cancel()
 
-    async def _said(self) -> AsyncIterator[Report]:
-        while True:
-            yield await self._outgoing.get()
+    async def _write(self, call: ControlCall) -> None:
+        with suppress(aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._outgoing.get())
 
     async def _beat(self) -> None:
         while True:

@@ -61,6 +61,11 @@ SETTLE_S = 1.0
 """Seconds that a caller waits for what is being recorded; appends take milliseconds where a disk has room."""
 _LONG_TURN_S, _READ_S = 0.25, 0.1
 """Turn in which nobody was heard for long, and seconds for which what was said meanwhile is read before time passes."""
+_LAPS, _LAP_S = 5, 0.01
+"""Turns of the event loop, and their pauses, in which whatever has reached this process is read from its streams.
+
+A report takes three turns from the socket to the inbox.
+"""
 _READ_PIECE = 256
 _log = logging.getLogger("coordinator")
 
@@ -144,7 +149,14 @@ class _Asked:
     done: asyncio.Future[tuple[Record, ...]]
 
 
-_Item = CoordinatorEvent | _Opened | _Heard | _Asked | None
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """Reports that had reached this process at `since` are handled before this."""
+
+    since: float
+
+
+_Item = CoordinatorEvent | _Opened | _Heard | _Asked | _Marked | None
 """Item of the inbox; None has no event, and is a reason to look up."""
 
 
@@ -200,6 +212,7 @@ class Driver:
         self._appending_since = 0.0
         self._is_behind = False
         """Whether the last turn was so long that much may have been said that is not read yet."""
+        self._heard_until = clock()
         self._is_stopping = False
         self._is_over = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="run-log")
@@ -327,11 +340,24 @@ class Driver:
             self._inbox.put_nowait(None)
 
     async def _turns(self) -> None:
-        await self._carry_out(self._machine(TimePassed()))
+        await self._carry_out(self._time_passed())
+        marking = self._group.create_task(self._mark())
         while not self._is_stopping:
             await self._turn(await self._take())
+        marking.cancel()
         for beside in (*self._planning.values(), *self._choosing.values()):
             beside.cancel()
+
+    async def _mark(self) -> None:
+        """Put a mark into the inbox again and again, each behind all reports that had come when it was begun."""
+        while True:
+            since = self.now()
+            for _ in range(_LAPS):
+                await asyncio.sleep(_LAP_S)
+            await self._inbox.put(_Marked(since))
+
+    def _time_passed(self) -> list[CoordinatorCommand]:
+        return self._machine(TimePassed(heard_until=self._heard_until))
 
     async def _take(self) -> list[_Item]:
         """All that waits; the first may be waited for until the machine's deadline."""
@@ -363,7 +389,7 @@ class Driver:
         self._is_behind = not self._is_behind and self.now() - began_s > _LONG_TURN_S
         deadline = self.machine.deadline()
         if deadline is not None and deadline <= self.now() and not self._is_behind:
-            commands += self._machine(TimePassed())
+            commands += self._time_passed()
         await self._carry_out(commands)
         for item, records in asked:
             if not item.done.done():
@@ -398,6 +424,9 @@ class Driver:
                 return self._machine(item.event)
             case _Asked():
                 return self._machine(item.event)
+            case _Marked():
+                self._heard_until = item.since
+                return []
             case None:
                 return []
             case _:

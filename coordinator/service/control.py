@@ -2,10 +2,12 @@
 
 import asyncio
 import re
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import grpc
+from grpc import aio
 
 from coordinator.driver import Driver
 from coordinator.lead.lease import Lead
@@ -18,31 +20,67 @@ from skein.protocol.messages.reports import Hello
 from skein.types import WORKER_NAME_PATTERN, WorkerId
 from skein.wire.codec import DIRECTIVE, REPORT
 from skein.wire.context import Context
-from skein.wire.extra import LogLine, LogLines
+from skein.wire.extra import Downward, LogLine, LogLines
 from skein.wire.identity.callers import NAMELESS
 from skein.wire.identity.names import caller_of, is_worker
-from skein.wire.v1 import control_pb2, control_pb2_grpc
+from skein.wire.v1 import control_pb2
 
 HELLO_S = 10.0
 """A stream that has said nothing for so long is closed."""
 CUT_S = 5.0
 """Seconds that a closed stream's call may take to end by itself; it does not when the worker reads nothing."""
+NUM_ENCODED = 64
+"""Directives that are kept encoded: those of a step or a generation that several workers are told."""
 MAX_SECRET = 64
 MAX_HOST = 255
 MAX_LINES = 200
 MAX_LINE_CHARACTERS = 2000
 
 
-class Control(control_pb2_grpc.ControlServicer):
+class EncodedDirectives:
+    """Encodes directives, each once while it is sent to many workers.
+
+    A directive that all members of a generation or of a group are told is one object, which their streams take within a
+    short time of each other: the newest `size` are kept with their bytes.
+    """
+
+    def __init__(self, size: int = NUM_ENCODED) -> None:
+        self._size = size
+        self._kept: OrderedDict[int, tuple[Downward, bytes]] = OrderedDict()
+
+    def __call__(self, directive: Downward) -> bytes:
+        """The message of a directive, in binary form."""
+        # What is kept is alive, so no other object has its id.
+        known = self._kept.get(id(directive))
+        if known is not None:
+            return known[1]
+        data = DIRECTIVE.encode(directive).SerializeToString()
+        self._kept[id(directive)] = directive, data
+        if len(self._kept) > self._size:
+            self._kept.popitem(last=False)
+        return data
+
+
+class Control:
     """Turns streams into posts to the driver, and the driver's directives into messages."""
 
     def __init__(self, driver: Driver, lead: Lead) -> None:
         self._driver = driver
         self._lead = lead
+        self._encoded = EncodedDirectives()
+
+    def attach(self, server: aio.Server) -> None:
+        """Have `server` answer the service's method. Directives are bytes already, so generated code cannot do it."""
+        session = grpc.stream_stream_rpc_method_handler(
+            self.Session,
+            request_deserializer=control_pb2.Report.FromString,
+        )
+        handlers = grpc.method_handlers_generic_handler("skein.wire.v1.Control", {"Session": session})
+        server.add_generic_rpc_handlers((handlers,))
 
     async def Session(
         self, request_iterator: AsyncIterator[control_pb2.Report], context: Context
-    ) -> AsyncIterator[control_pb2.Directive]:
+    ) -> AsyncIterator[bytes]:
         hello = await _hello(request_iterator)
         await _require_own_name(hello, context)
         stream = Stream(hello.worker, hello.incarnation, secret=hello.secret)
@@ -53,7 +91,7 @@ class Control(control_pb2_grpc.ControlServicer):
         try:
             while (directive := await stream.take()) is not None:
                 await self._lead.certain()
-                yield DIRECTIVE.encode(directive)
+                yield self._encoded(directive)
                 if isinstance(directive, Refused):
                     stream.close("refused")
             if reading.done():

@@ -31,7 +31,7 @@ from skein.wire.process.clear_text import clear_text_warning, keep_warning
 from skein.wire.relay.switchboard import Switchboard
 from skein.wire.serving.doorway import CALLED_BYTES, Doorway
 from skein.wire.serving.health import NOT_SERVING, SERVING, Health
-from skein.wire.v1 import checkpoint_pb2_grpc, control_pb2_grpc, identity_pb2_grpc, jobs_pb2_grpc
+from skein.wire.v1 import checkpoint_pb2_grpc, identity_pb2_grpc, jobs_pb2_grpc
 
 _IDLE_MS = 60_000
 _log = logging.getLogger("coordinator")
@@ -104,7 +104,7 @@ class Service:
     ) -> None:
         """Answer for this driver from now on."""
         server = cast(aio.Server, self.gate)
-        control_pb2_grpc.add_ControlServicer_to_server(Control(driver, lead), server)
+        Control(driver, lead).attach(server)
         jobs_pb2_grpc.add_JobsServicer_to_server(Jobs(driver, roster, store.places, board), server)
         checkpoint_pb2_grpc.add_CheckpointServicer_to_server(Checkpoint(driver, store), server)
         if self.office is not None:

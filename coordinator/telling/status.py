@@ -283,18 +283,37 @@ class Roster:
     def workers(self, *, now: float) -> tuple[WorkerStatus, ...]:
         """Every worker, lost ones included, by id."""
         self.look()
-        entries = {**self._lost, **self._seen}
-        return tuple(self._status(worker, entries[worker], now=now) for worker in sorted(entries))
+        entries, view = {**self._lost, **self._seen}, self._machine.view
+        jobs = {worker: run.job.job for run in view.runs.values() for worker in run.crew}
+        stages, reached_by = _stages(view), _reached_by(view)
+        return tuple(
+            self._status(
+                worker,
+                entries[worker],
+                stages=() if worker in self._lost else tuple(stages.get(worker, ())),
+                job=jobs.get(worker),
+                reached_by=tuple(sorted(reached_by.get(worker, ()))),
+                now=now,
+            )
+            for worker in sorted(entries)
+        )
 
-    def _status(self, worker: WorkerId, entry: Entry, *, now: float) -> WorkerStatus:
-        stages = () if worker in self._lost else self._stages(worker)
-        run = self._machine.view.run_of(worker)
+    def _status(
+        self,
+        worker: WorkerId,
+        entry: Entry,
+        *,
+        stages: tuple[StageIndex, ...],
+        job: JobId | None,
+        reached_by: tuple[WorkerId, ...],
+        now: float,
+    ) -> WorkerStatus:
         return WorkerStatus(
             worker=worker,
             site=entry.hello.site,
             address=entry.hello.address,
             state=self._state(worker, entry, has_work=bool(stages)),
-            job=run.job.job if run is not None and stages else None,
+            job=job if stages else None,
             profile=entry.hello.profile,
             stages=stages,
             beat_age_s=max(0.0, now - entry.heard_at),
@@ -302,14 +321,8 @@ class Roster:
             offers_relay=entry.hello.offers_relay,
             labels=entry.hello.labels,
             offers=entry.hello.offers,
-            reached_by=self._reached_by(worker),
+            reached_by=reached_by,
         )
-
-    def _reached_by(self, worker: WorkerId) -> tuple[WorkerId, ...]:
-        relays = self._machine.view.relays
-        # Whoever is dialled by the worker calls it back: its relay is that peer itself.
-        ways = {worker if relay == pair[0] else relay for pair, relay in relays.items() if pair[1] == worker}
-        return tuple(sorted(ways))
 
     def _state(self, worker: WorkerId, entry: Entry, *, has_work: bool) -> WorkerState:
         if worker in self._lost:
@@ -318,8 +331,22 @@ class Roster:
             return WorkerState.DRAINING
         return WorkerState.WORKING if has_work else WorkerState.IDLE
 
-    def _stages(self, worker: WorkerId) -> tuple[StageIndex, ...]:
-        run = self._machine.view.run_of(worker)
-        if run is None or run.plan is None:
-            return ()
-        return tuple(p.chunk.stage for p in run.plan.chunks if p.chunk.worker == worker)
+
+def _stages(view: CoordinatorView) -> dict[WorkerId, list[StageIndex]]:
+    """Stages that each worker holds by the plan of the run that it is with, in the order of the plan."""
+    found: dict[WorkerId, list[StageIndex]] = defaultdict(list)
+    for run in view.runs.values():
+        crew = set(run.crew)
+        for placed in () if run.plan is None else run.plan.chunks:
+            if placed.chunk.worker in crew:
+                found[placed.chunk.worker].append(placed.chunk.stage)
+    return found
+
+
+def _reached_by(view: CoordinatorView) -> dict[WorkerId, set[WorkerId]]:
+    """Relays by which each worker is reached; its own name where it calls peers back, which dial it in vain."""
+    found: dict[WorkerId, set[WorkerId]] = defaultdict(set)
+    for (sender, receiver), relay in view.relays.items():
+        # A worker calls back the peers that it dials: its relay is that peer itself.
+        found[receiver].add(receiver if relay == sender else relay)
+    return found

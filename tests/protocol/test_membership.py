@@ -374,3 +374,31 @@ def test_a_stream_that_flaps_costs_no_memory(num_flaps: int) -> None:
         machine.handle(hello("w"), now=0.1 * flap + 0.05)
         machine.deadline()
     assert len(machine._leases) < 10
+
+
+def test_a_lease_is_over_once_what_was_said_before_its_end_is_heard() -> None:
+    machine = with_one()
+    late = LEASE_S + 0.5
+    assert machine.handle(TimePassed(heard_until=LEASE_S - 0.1), now=late) == []
+    again = machine.deadline()
+    assert again is not None
+    assert again > late
+    assert lost(machine.handle(TimePassed(heard_until=late), now=again)) == [W]
+
+
+def test_a_worker_that_is_heard_late_keeps_its_lease() -> None:
+    machine = with_one()
+    assert machine.handle(TimePassed(heard_until=0.0), now=LEASE_S + 0.9) == []
+    assert machine.handle(heard("w"), now=LEASE_S + 0.9) == []
+    assert machine.handle(TimePassed(heard_until=LEASE_S + 0.8), now=LEASE_S + 1.0) == []
+    assert machine.live
+
+
+def test_a_doubt_is_not_borne_out_by_a_silence_of_the_listener() -> None:
+    machine = with_one()
+    silent_s = LEASE_S - 0.1
+    doubted = Doubted(worker=W, reason="refused")
+    machine.handle(TimePassed(heard_until=0.0), now=silent_s)
+    assert machine.handle(doubted, now=silent_s) == []
+    machine.handle(TimePassed(heard_until=silent_s), now=silent_s)
+    assert lost(machine.handle(doubted, now=silent_s)) == [W]

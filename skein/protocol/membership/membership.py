@@ -7,6 +7,7 @@ Rules of this file
 - After a coordinator's restart names belong to whom the log knows under them, for as long as a lease.
 - Any report renews the lease. A broken stream shortens it to a grace, in which the same incarnation may return.
 - A peer's word alone loses nobody: a doubted worker is lost at once if it has been silent here too.
+- Leases are counted by what this process has been able to hear: a driver that is busy says how late it hears.
 - While this process stood still nobody was heard, and that is nobody's fault: whoever would be lost is given time.
 - Who is lost for silence alone and speaks again on the stream that it still has, joins again.
 - Who is leaving stays so, however often it is lost and comes back; each time it is told again.
@@ -249,6 +250,8 @@ class Membership:
         self._silent: dict[WorkerId, Entry] = {}
         self._refused: dict[Incarnation, str] = {}
         self._leaving: set[Incarnation] = set()
+        self._lag_s = 0.0
+        """Seconds by which this process hears late: a lease is over once nothing that renews it can be unread."""
         self._remembered: dict[WorkerId, tuple[GenerationMember, float]] = {}
         """Process that had each name, and until when nobody else gets it."""
 
@@ -295,12 +298,17 @@ class Membership:
             case Evicted():
                 return self._refuse(event.worker, event.reason, now=now)
             case TimePassed():
+                self._lag_s = 0.0 if event.heard_until is None else max(0.0, now - event.heard_until)
                 return self._expire(now=now)
             case _:
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """Time when the next lease ends; None if nobody has one."""
+        """Time when the next lease ends, by what will have been heard then; None if no worker has one."""
+        at = self._next_lease()
+        return None if at is None else at + self._lag_s
+
+    def _next_lease(self) -> float | None:
         while self._leases:
             at, worker, incarnation = self._leases[0]
             entry = self._entries.get(worker)
@@ -440,10 +448,13 @@ class Membership:
     def _expire(self, *, now: float) -> list[MembershipChange]:
         changes: list[MembershipChange] = []
         due = self.deadline()
-        if due is not None and now - due > LATE_S:
+        if due is None or due > now:
+            return changes
+        if now - due > LATE_S:
             self._forgive(now=now)
             return changes
-        for worker in sorted(w for w, entry in self._entries.items() if entry.lease_until <= now):
+        heard_until = now - self._lag_s
+        for worker in sorted(w for w, entry in self._entries.items() if entry.lease_until <= heard_until):
             entry = self._entries[worker]
             how = "lease" if entry.is_connected else "stream broke"
             reason = f"{how}, silent for {now - entry.heard_at:.1f} s"
@@ -463,7 +474,7 @@ class Membership:
         if entry is None:
             return []
         silent_s = now - entry.heard_at
-        if entry.is_connected and silent_s < DOUBT_BEATS * self.beat_s:
+        if entry.is_connected and silent_s - self._lag_s < DOUBT_BEATS * self.beat_s:
             return []
         return self._lose_silent(entry, f"{event.reason}, silent here for {silent_s:.1f} s", now=now)
 

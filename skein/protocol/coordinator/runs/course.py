@@ -60,7 +60,7 @@ class RunCourse:
         """Whether a generation is to be opened when enough workers are here, to go on or at least to save."""
         if not self.is_in(phases.GatherPhase) or self._parts.gathering.is_hopeless:
             return False
-        return bool(self._parts.candidates()) or self._parts.may_save()
+        return self._parts.num_candidates > 0 or self._parts.may_save()
 
     def is_watched(self) -> bool:
         """Whether something should move by now and then."""
@@ -78,6 +78,4 @@ class RunCourse:
 
     def gathers_at(self) -> float:
         """Time from which the workers that are here are enough."""
-        return self._parts.gathering.ends_at(
-            num_here=len(self._parts.candidates()), num_wanted=self._num_wanted
-        )
+        return self._parts.gathering.ends_at(num_here=self._parts.num_candidates, num_wanted=self._num_wanted)

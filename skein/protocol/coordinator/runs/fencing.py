@@ -128,7 +128,7 @@ class Fence:
             now: seconds.
         """
         parts, phase = self._parts, self._course.phase
-        if not parts.candidates() and not parts.may_save():
+        if not parts.num_candidates and not parts.may_save():
             self.give_up_or_wait(reason, now=now)
             return
         self._course.enter(phases.FencePhase(may_go_on=phase.may_go_on or phase.is_computing), reason)

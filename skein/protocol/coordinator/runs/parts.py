@@ -111,6 +111,16 @@ class Parts:
         out = self.blame.excluded.keys() | self.checks.aside
         return [self.live[worker] for worker in sorted(self.live) if worker not in out]
 
+    @property
+    def num_candidates(self) -> int:
+        """Number of `candidates`."""
+        return sum(not entry.is_going for entry in self._counting())
+
     def may_save(self) -> bool:
         """Whether workers that get no more work may still hold what no checkpoint has."""
-        return bool(self.holders()) and self.savings.is_behind()
+        return self.savings.is_behind() and bool(self._counting())
+
+    def _counting(self) -> list[Entry]:
+        """The workers of `holders`, in any order."""
+        out = self.blame.excluded.keys() | self.checks.aside
+        return [entry for worker, entry in self.live.items() if worker not in out]

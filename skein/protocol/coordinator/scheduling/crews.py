@@ -17,6 +17,8 @@ class Crews:
         self._bound_for: dict[WorkerId, JobId | None] = {}
         """Workers that were called away, and the job that they are for; None: for none yet."""
         self._called_at: dict[WorkerId, float] = {}
+        self._sorted: dict[JobId, tuple[WorkerId, ...]] = {}
+        """Names of crews that have not changed since they were asked for."""
 
     def __len__(self) -> int:
         """Workers that are with a run."""
@@ -30,11 +32,18 @@ class Crews:
         """The crew of a run."""
         return self._live[job]
 
+    def names(self, job: JobId) -> tuple[WorkerId, ...]:
+        """Workers in the crew of a run, sorted."""
+        if job not in self._sorted:
+            self._sorted[job] = tuple(sorted(self._live[job]))
+        return self._sorted[job]
+
     def close(self, job: JobId) -> None:
         """A run is over: its workers are free."""
         for worker in tuple(self._live[job]):
             self.lose(worker)
         del self._live[job]
+        self._sorted.pop(job, None)
 
     def owner(self, worker: WorkerId) -> JobId | None:
         """The job that a worker is with."""
@@ -46,11 +55,13 @@ class Crews:
         assert worker not in self._owner, f"{worker} is with {self._owner[worker]}"
         self._owner[worker] = job
         self._live[job][worker] = entry
+        self._sorted.pop(job, None)
 
     def lose(self, worker: WorkerId) -> JobId | None:
         """A worker is not with its run any more; gives whose it was."""
         job = self._owner.pop(worker, None)
         if job is not None:
+            self._sorted.pop(job, None)
             self.keep(self._live[job].pop(worker))
         return job
 

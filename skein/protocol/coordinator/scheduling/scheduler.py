@@ -72,7 +72,7 @@ class Scheduler:
 
     def crew(self, job: JobId) -> tuple[WorkerId, ...]:
         """Workers that are with the run of a job, sorted."""
-        return tuple(sorted(self._crews.of(job)))
+        return self._crews.names(job)
 
     def spare(self, job: JobHistory) -> int:
         """Workers that nobody has or waits for and a job may be given; below 0: those that are lacking."""
