@@ -280,6 +280,8 @@ def main() -> int:
                 {k[1]: v for k, v in counts.most_bytes.items() if k[0] == generation},
             )
         print(counts.lost_streams.most_common(5), counts.refused.most_common(5), len(marks))
+    if not args.json:
+        print(f"beats were late by at most {counts.longest_late_s:.1f} s, writes {counts.longest_write_s:.1f} s")
     figures = {"workers": float(args.stages * args.replicas), "load": os.getloadavg()[0]}
     return finish("fleet", rows, figures=figures)
 

@@ -35,6 +35,10 @@ class FleetCounts:
     """What all light workers of a process have seen."""
 
     welcomes: int = 0
+    longest_late_s: float = 0.0
+    """Seconds by which a beat was late, at most, because this process had no time for it."""
+    longest_write_s: float = 0.0
+    """Seconds that writing a report took, at most."""
     lost_streams: Counter[str] = field(default_factory=Counter)
     """Reasons for which streams ended."""
     refused: Counter[str] = field(default_factory=Counter)
@@ -113,13 +117,20 @@ class LightWorker:
             call.cancel()
 
     async def _write(self, call: ControlCall) -> None:
+        loop = asyncio.get_running_loop()
         with suppress(aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await call.write(await self._outgoing.get())
+                report = await self._outgoing.get()
+                began_s = loop.time()
+                await call.write(report)
+                self._counts.longest_write_s = max(self._counts.longest_write_s, loop.time() - began_s)
 
     async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
+            due_s = loop.time() + self._beat_s
             await asyncio.sleep(self._beat_s)
+            self._counts.longest_late_s = max(self._counts.longest_late_s, loop.time() - due_s)
             self._tell(Report(beat=control_pb2.Beat(progress=self._progress)))
 
     def _tell(self, report: Report) -> None:

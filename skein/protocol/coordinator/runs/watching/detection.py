@@ -51,6 +51,8 @@ class OpWatch:
     def __init__(self, chunk_time: ChunkTimeOf) -> None:
         self._chunk_time = chunk_time
         self._placed: dict[WorkerId, _Placed] = {}
+        self._long: set[WorkerId] = set()
+        """Workers whose running op may be beyond a bound, by their last beats."""
 
     def planned(self, plan: Plan) -> None:
         """Note that a plan is in place. A worker that keeps its chunks has shown already what they take."""
@@ -64,6 +66,7 @@ class OpWatch:
         for worker, placed in self._placed.items():
             if worker in before and _specs(before[worker]) == _specs(placed):
                 placed.longest_s = before[worker].longest_s
+        self._long.clear()
 
     def beat(self, worker: WorkerId, beat: Beat) -> None:
         """A worker says how long its running op has been at it."""
@@ -71,6 +74,10 @@ class OpWatch:
         if placed is not None:
             placed.running_s = beat.running_s
             placed.step_s = max(placed.step_s, beat.running_s)
+            if beat.running_s > min(STUCK_S, WARMING_S):
+                self._long.add(worker)
+            else:
+                self._long.discard(worker)
 
     def committed(self) -> None:
         """A step is."""
@@ -81,6 +88,7 @@ class OpWatch:
     def lose(self, worker: WorkerId) -> None:
         """A worker is gone; who comes in its name may be another machine."""
         self._placed.pop(worker, None)
+        self._long.discard(worker)
 
     def bound_s(self, worker: WorkerId) -> float:
         """Seconds for which an op of this worker may run."""
@@ -98,9 +106,10 @@ class OpWatch:
     def stuck(self) -> dict[WorkerId, str]:
         """Workers whose running op is beyond its bound, by the last beat of each; with the reason, and what to do."""
         found = {}
-        for worker, placed in self._placed.items():
-            # Asked at every report of every worker: bounds are worked out for the few that may be beyond any.
-            if placed.running_s <= min(STUCK_S, WARMING_S) or placed.running_s <= self.bound_s(worker):
+        # Asked at every report of every worker: bounds are worked out for the few that may be beyond any.
+        for worker in sorted(self._long):
+            placed = self._placed[worker]
+            if placed.running_s <= self.bound_s(worker):
                 continue
             far = f"where {self.bound_s(worker):.1f} s is far too long: start it again"
             found[worker] = f"an op has run for {placed.running_s:.1f} s, {far}"
