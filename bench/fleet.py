@@ -22,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from math import inf
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -199,23 +200,22 @@ async def run_fleet(folder: Path, args: argparse.Namespace) -> FleetCounts:
 
 def rows_of(marks: Sequence[Mark], counts: FleetCounts, args: argparse.Namespace) -> list[Row]:
     """What the run showed beside its goals."""
-    num_workers = args.stages * args.replicas
     planned = next((mark for mark in marks if mark.what == "PlanMade"), None)
     commits = [mark for mark in marks if mark.what == "StepCommitted"]
     steps_s = [b.at_s - a.at_s for a, b in pairwise(commits)] or [args.limit]
     steps_cpu_s = [b.cpu_s - a.cpu_s for a, b in pairwise(commits)] or [args.limit]
     first_s = commits[0].at_s - planned.at_s if planned and commits else args.limit
     lost = sum(counts.lost_streams.values())
-    generations = {
-        generation: sum(x for kind, x in by_kind.items() if kind in ("new_generation", "assign"))
-        / num_workers
-        for generation, by_kind in counts.told_bytes.items()
+    generations = [
+        (told["new_generation"] + told["assign"]) / counts.num_sampled
+        for generation, told in counts.sent_bytes.items()
         if generation
-    }
-    told = max(generations.values(), default=0.0)
+    ]
+    whole = sum(told["assign"] for told in counts.told_bytes.values()) / counts.num_sampled
+    num_told = counts.num_sampled * max(1, len(commits))
     step_bytes = sum(
-        by_kind[kind] for by_kind in counts.told_bytes.values() for kind in ("start", "prepare", "commit")
-    ) / (num_workers * max(1, len(commits)))
+        told[kind] for told in counts.sent_bytes.values() for kind in ("start", "prepare", "commit")
+    )
     return [
         _row("from the plan to the first commit", first_s, "s", FIRST_COMMIT_S),
         _row("a step, median", median(steps_s), "s", STEP_S, spread=spread(steps_s)),
@@ -224,8 +224,9 @@ def rows_of(marks: Sequence[Mark], counts: FleetCounts, args: argparse.Namespace
             "CPU of the coordinator in a step", median(steps_cpu_s), "s", STEP_S, spread=spread(steps_cpu_s)
         ),
         _row("streams that ended", lost, "streams", 0),
-        _row("told each by a generation, at most", told, "bytes", TOLD_BYTES),
-        _row("told each in a step", step_bytes, "bytes", TOLD_BYTES),
+        _row("sent to each by a generation, at most", max(generations, default=0.0), "bytes", TOLD_BYTES),
+        _row("sent to each in a step", step_bytes / num_told, "bytes", TOLD_BYTES),
+        _row("all assignments of a worker, before compression", whole, "bytes", inf),
         _row("generations until the last step", len(generations), "generations", 1),
     ]
 
@@ -273,15 +274,13 @@ def main() -> int:
     if not args.json:
         for row in rows:
             print(f"{row.what}: {row.value} {row.unit} (goal {row.goal}, holds: {row.holds})")
-        for generation, by_kind in counts.told_bytes.items():
-            print(
-                generation,
-                dict(by_kind),
-                {k[1]: v for k, v in counts.most_bytes.items() if k[0] == generation},
-            )
-        print(counts.lost_streams.most_common(5), counts.refused.most_common(5), len(marks))
+        print(
+            f"streams ended: {counts.lost_streams.most_common(5)}, refused: {counts.refused.most_common(5)}"
+        )
     if not args.json:
-        print(f"beats were late by at most {counts.longest_late_s:.1f} s, writes {counts.longest_write_s:.1f} s")
+        print(
+            f"beats were late by at most {counts.longest_late_s:.1f} s, writes {counts.longest_write_s:.1f} s"
+        )
     figures = {"workers": float(args.stages * args.replicas), "load": os.getloadavg()[0]}
     return finish("fleet", rows, figures=figures)
 

@@ -5,17 +5,22 @@ are read as they are on the wire, so that a thousand such workers fit into one p
 """
 
 import asyncio
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 from grpc import aio
 
+from coordinator.service.control import COMPRESSED
 from skein import PROTOCOL_VERSION
 from skein.wire.v1 import control_pb2, control_pb2_grpc, ids_pb2
 
-DIGEST = "0" * 64
+SAMPLE = 10
+"""Of so many workers one counts what it is told."""
+COMPRESSED_KINDS = frozenset(one.__name__.lower() for one in COMPRESSED)
 NUM_SAMPLES = 1 << 20
 """Training samples that each origin has; of samples for validation it has the same."""
 TOKENS_PER_MICROBATCH = 64
@@ -43,9 +48,10 @@ class FleetCounts:
     """Reasons for which streams ended."""
     refused: Counter[str] = field(default_factory=Counter)
     told_bytes: dict[int, Counter[str]] = field(default_factory=dict)
-    """By generation: bytes of the directives that all workers were told, by kind of directive."""
-    most_bytes: dict[tuple[int, str], int] = field(default_factory=dict)
-    """By generation and kind: the largest directive."""
+    """By generation: bytes of the directives that the workers of the sample were told, by kind of directive."""
+    sent_bytes: dict[int, Counter[str]] = field(default_factory=dict)
+    """The same, compressed as they are sent."""
+    num_sampled: int = 0
     num_commits: Counter[int] = field(default_factory=Counter)
     """By step: workers that were told of its commit."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -56,12 +62,16 @@ class FleetCounts:
             self._changed.clear()
             await self._changed.wait()
 
-    def count(self, generation: int, kind: str, num_bytes: int) -> None:
-        """A worker was told a directive of this kind and size."""
-        by_kind = self.told_bytes.setdefault(generation, Counter())
-        by_kind[kind] += num_bytes
-        most = self.most_bytes.get((generation, kind), 0)
-        self.most_bytes[generation, kind] = max(num_bytes, most)
+    def count(
+        self, generation: int, kind: str, directive: control_pb2.Directive, *, is_sampled: bool
+    ) -> None:
+        """A worker was told a directive of this kind; of workers in the sample its size is counted."""
+        if is_sampled:
+            data = directive.SerializeToString()
+            # As gRPC sends it.
+            sent = len(zlib.compress(data)) if kind in COMPRESSED_KINDS else len(data)
+            self.told_bytes.setdefault(generation, Counter())[kind] += len(data)
+            self.sent_bytes.setdefault(generation, Counter())[kind] += sent
         self._changed.set()
 
 
@@ -80,6 +90,8 @@ class LightWorker:
         self._site = site
         self._stub = control_pb2_grpc.ControlStub(channel)
         self._counts = counts
+        self._is_sampled = int(name[1:]) % SAMPLE == 0
+        counts.num_sampled += self._is_sampled
         self._beat_s = 1.0
         self._epoch = 0
         self._generation = 0
@@ -137,15 +149,16 @@ class LightWorker:
         self._outgoing.put_nowait(report)
 
     def _hello(self) -> Report:
+        number = int(self._name[1:])
         profile = ids_pb2.Profile(
             device="cpu", device_name="light", flops_per_s=1e12, memory_bytes=16 * _GIB, spread=0.01
         )
         hello = control_pb2.Hello(
             worker=self._name,
-            incarnation=f"{self._name}-00000000"[:16],
+            incarnation=sha256(self._name.encode()).hexdigest()[:16],
             protocol_version=PROTOCOL_VERSION,
             site=self._site,
-            address=f"10.{int(self._name[1:]) // 250}.{int(self._name[1:]) % 250}.1:7000",
+            address=f"10.{number // 250}.{number % 250}.1:{30_000 + 7919 * number % 30_000}",
             profile=profile,
             epoch=self._epoch,
             secret=f"of {self._name}",
@@ -178,7 +191,7 @@ class LightWorker:
                 self._held, self._assigned = (), 0
             case _ if getattr(told, "generation", self._generation) == self._generation:
                 self._take_of_generation(kind, told)
-        self._counts.count(self._generation, kind, directive.ByteSize())
+        self._counts.count(self._generation, kind, directive, is_sampled=self._is_sampled)
 
     def _take_of_generation(self, kind: str, told: object) -> None:
         match told:
@@ -250,7 +263,7 @@ class LightWorker:
             step=told.step,
             group=told.group.group,
             attempt=told.attempt,
-            digest=DIGEST,
+            digest=sha256(told.group.group.encode()).hexdigest(),
             squared_norm=1.0,
             is_finite=True,
         )

@@ -64,7 +64,12 @@ _LONG_TURN_S, _READ_S = 0.25, 0.1
 _LAPS, _LAP_S = 5, 0.01
 """Turns of the event loop, and their pauses, in which whatever has reached this process is read from its streams.
 
-A report takes three turns from the socket to the inbox.
+A report takes three turns from the socket to the inbox, and gRPC's own thread has its share of the processor before.
+"""
+_CALM_S, MOST_DEAF_S = 0.1, 10.0
+"""Seconds for these turns, above which the loop was too busy to have read all; and for how long that is believed.
+
+A worker that dies while the loop is always busy is lost after this bound and its lease.
 """
 _READ_PIECE = 256
 _log = logging.getLogger("coordinator")
@@ -349,12 +354,19 @@ class Driver:
             beside.cancel()
 
     async def _mark(self) -> None:
-        """Put a mark into the inbox again and again, each behind all reports that had come when it was begun."""
+        """Put a mark into the inbox again and again, behind all reports that had come when it was begun, while calm."""
+        calm_since: float | None = None
         while True:
-            since = self.now()
+            since, began_s = self.now(), time.monotonic()
             for _ in range(_LAPS):
                 await asyncio.sleep(_LAP_S)
-            await self._inbox.put(_Marked(since))
+            is_calm = time.monotonic() - began_s <= _CALM_S
+            if since - self._heard_until > MOST_DEAF_S:
+                await self._inbox.put(_Marked(since))
+            elif is_calm and calm_since is not None:
+                # After a long turn one calm round may be one in which gRPC's thread has not come to its sockets.
+                await self._inbox.put(_Marked(calm_since))
+            calm_since = since if is_calm else None
 
     def _time_passed(self) -> list[CoordinatorCommand]:
         return self._machine(TimePassed(heard_until=self._heard_until))

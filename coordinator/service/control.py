@@ -15,7 +15,7 @@ from coordinator.streams import Stream
 from skein.config.location import check_offers
 from skein.config.resources import check_labels
 from skein.errors import RemoteError, UserError
-from skein.protocol.messages.directives import Refused
+from skein.protocol.messages.directives import Assign, Commit, Prepare, Refused
 from skein.protocol.messages.reports import Hello
 from skein.types import WORKER_NAME_PATTERN, WorkerId
 from skein.wire.codec import DIRECTIVE, REPORT
@@ -31,6 +31,8 @@ CUT_S = 5.0
 """Seconds that a closed stream's call may take to end by itself; it does not when the worker reads nothing."""
 NUM_ENCODED = 64
 """Directives that are kept encoded: those of a step or a generation that several workers are told."""
+COMPRESSED = (Assign, Prepare, Commit)
+"""Directives that are long and have no secret in them: the length of a compressed secret says something of it."""
 MAX_SECRET = 64
 MAX_HOST = 255
 MAX_LINES = 200
@@ -81,6 +83,8 @@ class Control:
     async def Session(
         self, request_iterator: AsyncIterator[control_pb2.Report], context: Context
     ) -> AsyncIterator[bytes]:
+        # Set for the call, and put off below for each message that has a secret or is short.
+        context.set_compression(grpc.Compression.Gzip)
         hello = await _hello(request_iterator)
         await _require_own_name(hello, context)
         stream = Stream(hello.worker, hello.incarnation, secret=hello.secret)
@@ -91,6 +95,8 @@ class Control:
         try:
             while (directive := await stream.take()) is not None:
                 await self._lead.certain()
+                if not isinstance(directive, COMPRESSED):
+                    context.disable_next_message_compression()
                 yield self._encoded(directive)
                 if isinstance(directive, Refused):
                     stream.close("refused")

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from coordinator.checkpoints import DamagedError
-from coordinator.driver import CLOCK_S, ClockSetError, check_wall_clock, wall_clock
+from coordinator.driver import CLOCK_S, MOST_DEAF_S, ClockSetError, check_wall_clock, wall_clock
 from coordinator.filing import Filing
 from coordinator.records.logfile import LogFull
 from coordinator.records.store import Fenced
+from coordinator.service.control import EncodedDirectives
 from coordinator.streams import Stream
 from skein.config.data.coreset import CoresetSpec
 from skein.errors import LocalError, RemoteError, UserError
@@ -49,7 +50,9 @@ from skein.protocol.messages.reports import Beat, ChunksReady
 from skein.protocol.messages.tensors import Phase
 from skein.storage.outside import Outside
 from skein.types import Condition, Epoch, Incarnation, JobId, JobState, Step, WorkerId
+from skein.wire.codec import DIRECTIVE
 from skein.wire.extra import Downward
+from skein.wire.v1 import control_pb2
 from tests.coordinator.builders import (
     Files,
     MemoryLog,
@@ -396,3 +399,28 @@ def test_the_clock_never_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = clock()
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert clock() >= before
+
+
+async def test_a_busy_loop_is_not_believed_to_have_heard_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with lab() as it:
+        await it.join()
+        monkeypatch.setattr("coordinator.driver._CALM_S", -1.0)
+        before = it.driver._heard_until
+        it.clock.now += MOST_DEAF_S / 2
+        await asyncio.sleep(0)
+        await it.handled()
+        assert it.driver._heard_until == before
+        it.clock.now += MOST_DEAF_S
+        await eventually(lambda: it.driver._heard_until > before)
+
+
+def test_a_directive_for_many_is_encoded_once() -> None:
+    encoded = EncodedDirectives(size=2)
+    one, same = Start(step=Step(1)), Start(step=Step(1))
+    assert encoded(one) is encoded(one)
+    assert encoded(same) == encoded(one)
+    first = encoded(one)
+    for step in (2, 3):
+        encoded(Start(step=Step(step)))
+    assert encoded(one) == first
+    assert DIRECTIVE.decode(control_pb2.Directive.FromString(first)) == one

@@ -402,3 +402,11 @@ def test_a_doubt_is_not_borne_out_by_a_silence_of_the_listener() -> None:
     assert machine.handle(doubted, now=silent_s) == []
     machine.handle(TimePassed(heard_until=silent_s), now=silent_s)
     assert lost(machine.handle(doubted, now=silent_s)) == [W]
+
+
+@pytest.mark.parametrize(("num_workers", "lease_s"), [(1, LEASE_S), (1000, LEASE_S), (2000, 2 * LEASE_S)])
+def test_leases_of_a_large_fleet_are_longer(num_workers: int, lease_s: float) -> None:
+    machine = membership()
+    for number in range(num_workers):
+        machine.handle(hello(f"w{number}"), now=0.0)
+    assert machine.lease_s == lease_s
