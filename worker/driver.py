@@ -175,7 +175,7 @@ class WorkerDriver:
             case io.StartPrefetch() | io.StartOpening() | io.FollowCommit() | io.DropCopies():
                 self._copies.carry_out(command)
             case io.MeasureLinks():
-                self._begin(self._measure(command.peers))
+                self._begin(self._measure(command))
             case io.MeasureDevice():
                 if not self._is_measuring:
                     self._begin(self._measure_device())
@@ -331,8 +331,8 @@ class WorkerDriver:
         finally:
             self._is_measuring = False
 
-    async def _measure(self, peers: tuple[Member, ...]) -> None:
-        found = await self._explorer.explore(peers)
+    async def _measure(self, command: io.MeasureLinks) -> None:
+        found = await self._explorer.explore(command.peers, only_direct=command.only_direct)
         for _ in found.unreached:
             self._metrics.rpc_failed("probe")
         self._inbox.post(found)

@@ -335,6 +335,25 @@ def _storm(world: World, fault: Fault) -> None:
     _weather(world, fault, there + [(name, fault.worker) for name in others], _STORM)
 
 
+def _drop_large(world: World, fault: Fault) -> None:
+    """The path between two workers passes small messages only, by turns both ways, one way, or to all other workers."""
+    others = sorted(world.workers) if fault.number % 3 == 2 else [fault.other]
+    pairs = [(fault.worker, other) for other in others if other != fault.worker]
+    if fault.number % 3 != 1:
+        pairs += [(other, worker) for worker, other in pairs]
+    for pair in pairs:
+        world.network.drop_large(*pair)
+        world.clock.after(2 * fault.seconds, partial(world.network.pass_large, *pair))
+
+
+def _block(world: World, fault: Fault) -> None:
+    """Two workers cannot dial each other for a while; relays lead around."""
+    if fault.worker != fault.other:
+        world.network.block(fault.worker, fault.other)
+        unblock = partial(world.network.unblock, fault.worker, fault.other)
+        world.clock.after(2 * fault.seconds, unblock)
+
+
 def _weather(
     world: World, fault: Fault, pairs: Sequence[tuple[WorkerId, WorkerId]], weather: Weather
 ) -> None:
@@ -482,6 +501,8 @@ FAULTS: Mapping[str, Callable[[World, Fault], None]] = {
     "choke": _choke,
     "partition": _partition,
     "one_way": _one_way,
+    "drop_large": _drop_large,
+    "block": _block,
     "silence": _silence,
     "late": _late,
     "delay": _delay,

@@ -91,6 +91,7 @@ class World(SimService):
         self.network.is_up = lambda carrier: (
             self.coordinator is not None if carrier == COORDINATOR else carrier in self.workers
         )
+        self.network.answers = lambda name: name in self.workers and not self.workers[name].is_frozen
         self.times_as_long: Callable[[], float] = lambda: 1.0
         """Drawn for each op: what else goes on at its worker's machine."""
         self._new_executor = new_executor
@@ -422,7 +423,8 @@ class World(SimService):
                 self.clock.after(0.5, partial(self._give, worker, _measured(worker)))
             case io.MeasureLinks():
                 peers = [peer.worker for peer in command.peers if peer.worker in self.workers]
-                self.clock.after(0.5, partial(self._give, worker, self.network.probe(name, peers)))
+                found, probe_s = self.network.probe(name, peers, only_direct=command.only_direct)
+                self.clock.after(probe_s, partial(self._give, worker, found))
             case io.TakeWays():
                 self.network.take_ways(name, command.ways)
             case io.LookAtPeers():

@@ -27,6 +27,10 @@ _GROWTH = 1.25
 """While twice the bytes make the rate grow by more, the connection is still finding its pace."""
 _MAX_STREAM_BYTES = 64 << 20
 """A probe that asks for more, in both directions together, is refused."""
+FULL_BYTES = 16 << 10
+"""Bytes of a message that fills packets of any size, jumbo frames of 9,000 bytes too."""
+FULL_S = 4.0
+"""Seconds in which such a message and its reply arrive, with packets lost and sent again, unless all of them vanish."""
 _STRANGER_PARTS, _STRANGER_BYTES = 16, 4 << 10
 """The same of whoever cannot show that it was told to probe: enough for a look, and for the time of a round trip. That
 much is answered unseen, too, while the coordinator's word is still on its way to here."""
@@ -71,6 +75,38 @@ async def measure_link(
     there = Link(sender=me, receiver=peer.worker, latency_s=latency_s, bytes_per_s=up, via=via)
     back = Link(sender=peer.worker, receiver=me, latency_s=latency_s, bytes_per_s=down, via=via)
     return MeasuredLinks(links=(there, back), is_dialled=is_dialled)
+
+
+class FullPacketsVanishError(RemoteError):
+    """A path passes small packets and drops full ones: connections open on it, and tensors never arrive."""
+
+
+async def is_usable(peer: Member, *, dial: Dial, patience_s: float) -> bool:
+    """Whether a process answers, and full packets pass in both directions.
+
+    Args:
+        patience_s: for the first answer.
+
+    Raises:
+        FullPacketsVanishError: small messages are answered, and one as large as several packets is not.
+    """
+    try:
+        async with dialled(dial, peer.address, Lane.STATE) as channel:
+            probe = peer_pb2_grpc.PeerStub(channel).Probe(None)
+            prober = _Prober(probe, max(patience_s, FULL_S), door=peer.door, incarnation=peer.incarnation)
+            async with asyncio.timeout(patience_s):
+                await prober.exchange(1, b"", 0)
+            try:
+                async with asyncio.timeout(FULL_S):
+                    await prober.exchange(1, bytes(FULL_BYTES), FULL_BYTES)
+            except TimeoutError as error:
+                text = f"{peer.address}: small messages are answered, one of {FULL_BYTES} bytes is not in {FULL_S} s"
+                raise FullPacketsVanishError(text) from error
+    except FullPacketsVanishError:
+        raise
+    except (aio.AioRpcError, RemoteError, TimeoutError):
+        return False
+    return True
 
 
 class Sight(Enum):

@@ -13,7 +13,7 @@ from skein.wire.channel import Lane
 from skein.wire.extra import DialBack, FetchStateRequest, StateKind
 from worker.bundle import Bundle, Limits, WireTensor
 from worker.transport.fetching.fetch import AbsentError, Fetcher
-from worker.transport.links import MeasuredLinks, Sight, look_at, measure_link
+from worker.transport.links import MeasuredLinks, Sight, is_usable, look_at, measure_link
 from worker.transport.outbox import LaneOutbox, OnFailed, OnTaken, ignore_taken
 from worker.transport.pace import PeerPace, PeerPatience
 from worker.transport.statistics import Statistics
@@ -207,9 +207,12 @@ class Peers:
         return await look_at(member, dial=self._dial(member.worker), patience_s=LOOK_S)
 
     async def is_dialled(self, member: Member) -> bool:
-        """Whether `member` answers at its address."""
-        dial = self._dial_directly(member.worker)
-        return await look_at(member, dial=dial, patience_s=LOOK_S) is Sight.REACHED
+        """Whether `member` answers at its address, and full packets pass.
+
+        Raises:
+            FullPacketsVanishError: it answers small messages only.
+        """
+        return await is_usable(member, dial=self._dial_directly(member.worker), patience_s=LOOK_S)
 
     def _pace(self, member: Member) -> PeerPace:
         """Pace of a peer's process; another process that has taken its name begins anew."""

@@ -17,8 +17,9 @@ from skein.config.quota import UNBOUNDED, QuotasSpec
 from skein.protocol.coordinator import coordinator_io as io
 from skein.protocol.coordinator import lifecycle
 from skein.protocol.coordinator.quotas import OverQuotaError, QuotaUses
-from skein.protocol.coordinator.relaying import Relaying, Told
+from skein.protocol.coordinator.relaying import Pair, Relaying, Told
 from skein.protocol.coordinator.remeasuring import JobPace, Pacing, Remeasuring
+from skein.protocol.coordinator.reprobing import Reprobing
 from skein.protocol.coordinator.runs.checkpoints.storage import judge_checkpoint
 from skein.protocol.coordinator.runs.parts import Parts
 from skein.protocol.coordinator.runs.run import Run
@@ -79,6 +80,7 @@ class Coordinator:
         self._remeasuring = Remeasuring()
         self._pacing = Pacing()
         self._relaying = Relaying(self.membership.live, self._outbox.to_probe)
+        self._reprobing = Reprobing(self.membership.live, self._relaying.dials)
         self._num_refused: Counter[Incarnation] = Counter()
         self._refused_logs: dict[WorkerId, str] = {}
         """Reason by worker for which it was refused last over its run log, until it is welcome."""
@@ -150,6 +152,7 @@ class Coordinator:
             case TimePassed():
                 self._hear(TimePassed(), now=now)
                 self._turn_away_stuck(now=now)
+                self._probe_again(now=now)
                 for run in self.runs:
                     run.tick(now=now)
             case _:
@@ -165,6 +168,7 @@ class Coordinator:
             self.membership.deadline(),
             self._scheduler.deadline(),
             self._sweeps.deadline(),
+            self._reprobing.deadline(),
             *(run.deadline() for run in self.runs),
         ]
         return min((at for at in times if at is not None), default=None)
@@ -283,7 +287,7 @@ class Coordinator:
             case reports.SpeedMeasured():
                 self._speed_measured(worker, report, now=now)
             case reports.LinksMeasured():
-                self._measured(worker, report)
+                self._measured(worker, report, now=now)
             case reports.PeersSeen():
                 self.absence.looked(report, now=now)
             case reports.Leaving():
@@ -346,13 +350,42 @@ class Coordinator:
             f"before {before / 1e9:.3g}"
         )
 
-    def _measured(self, worker: WorkerId, report: reports.LinksMeasured) -> None:
+    def _measured(self, worker: WorkerId, report: reports.LinksMeasured, *, now: float) -> None:
+        report = self._reprobing.believed(report, self.links)
+        before = {pair: relay for pair, relay in self._relaying.relays.items() if worker in pair}
         self._know(link for link in report.links if link.via is None)
         self._tell(self._relaying.measured(worker, report))
+        self._reprobing.measured(worker, report, self._relaying.relays, now=now)
+        self._log_relays(worker, before)
         if len(self.links) > MAX_LINKS:
             live = self.membership.live
             for pair in [pair for pair in self.links if not live.keys() >= set(pair)]:
                 del self.links[pair]
+
+    def _log_relays(self, worker: WorkerId, before: Mapping[Pair, WorkerId]) -> None:
+        """Log which relays of a worker's pairs have changed, and the fault that makes one necessary."""
+        after = self._relaying.relays
+        for pair in sorted(before.keys() | {pair for pair in after if worker in pair}):
+            if before.get(pair) == after.get(pair) or not self.membership.live.keys() >= set(pair):
+                continue
+            sender, receiver = pair
+            if (relay := after.get(pair)) is None:
+                self._outbox.log(f"{sender} reaches {receiver} directly again", worker=sender)
+                continue
+            obstacle = self._relaying.obstacles.get((min(pair), max(pair)))
+            why = "" if obstacle is None else f": {obstacle.value} between them"
+            self._outbox.log(
+                f"{sender} reaches {receiver} by the relay {relay or 'coordinator'}{why}", worker=sender
+            )
+
+    def _probe_again(self, *, now: float) -> None:
+        live = self.membership.live
+        for retry in self._reprobing.due(now=now):
+            peers = tuple(self._outbox.to_probe(live[peer].member) for peer in retry.peers if peer in live)
+            if peers and retry.prober in live:
+                self._outbox.send(
+                    Probe(peers=peers, only_direct=retry.only_direct), live[retry.prober].process
+                )
 
     def _know(self, links: Iterable[Link]) -> None:
         for link in links:
@@ -449,6 +482,7 @@ class Coordinator:
                         self._outbox.send(Refused(reason=change.reason), (change.worker, change.incarnation))
                     self._remeasuring.lost(change.worker)
                     self._tell(self._relaying.lost(change.worker))
+                    self._reprobing.lost(change.worker)
                     self.absence.lost(
                         change.incarnation, silent_s=change.silent_s, is_dead=change.is_final, now=now
                     )

@@ -4,6 +4,8 @@ Rules of this file
 - Of two workers one of which can dial the other, that one does, and is called back at itself: no third party carries.
 - Where neither can, a relay carries that both can dial: the coordinator, which every worker can, or a worker that
   offers itself. Each is tried, by a probe through it, and the one that is quickest there and back is kept.
+- A path that passes small packets only counts as one by which neither end can dial the other: connections would open,
+  and no tensor arrive.
 - What is not known is taken to be as ever: whoever advertises an address can be dialled; but whom somebody could not
   dial, and nobody could, cannot be dialled by others either.
 - Several workers may be gone before the first of them is told of: what names one of those says nothing until then.
@@ -19,7 +21,7 @@ from math import inf
 from skein.protocol.membership.membership import Entry
 from skein.protocol.messages.directives import Directive, Member, Probe
 from skein.protocol.messages.reports import LinksMeasured
-from skein.protocol.messages.ways import COORDINATOR_RELAY, RelayPlace, Way, Ways
+from skein.protocol.messages.ways import COORDINATOR_RELAY, Obstacle, RelayPlace, Way, Ways
 from skein.topology.fleet import Link
 from skein.types import WorkerId
 
@@ -56,6 +58,10 @@ class Relaying:
         """Links there and back by relay, for pairs in order of names; none for one by which nothing came through."""
         self._relays: dict[Pair, WorkerId] = {}
         """Relay from the first to the second."""
+        self._obstacles: dict[Pair, Obstacle] = {}
+        """Fault of the direct path, for pairs in order of names that a probe could not use it for."""
+        self._broken: set[Pair] = set()
+        """Pairs in order of names whose direct path was usable once, and is not."""
         self._told: dict[WorkerId, Ways | None] = {}
         """Ways that each worker was told; None for one that may have missed them."""
         self._asked: set[Pair] = set()
@@ -64,6 +70,16 @@ class Relaying:
     def relays(self) -> Mapping[Pair, WorkerId]:
         """Relay from one worker to another, "" for the coordinator, where one does not dial the other."""
         return self._relays
+
+    @property
+    def obstacles(self) -> Mapping[Pair, Obstacle]:
+        """Fault of the direct path, for pairs in order of names; as the newest probe found it."""
+        return self._obstacles
+
+    @property
+    def dials(self) -> Mapping[Pair, bool]:
+        """Whether the first can dial the second, for pairs that were tried."""
+        return self._dials
 
     @property
     def num_tried(self) -> int:
@@ -87,13 +103,14 @@ class Relaying:
 
     def lost(self, worker: WorkerId) -> Iterator[Told]:
         """A worker is gone, and with it what it carried; who comes in its name may be elsewhere."""
-        for known in (self._dials, self._tried, self._relays):
+        for known in (self._dials, self._tried, self._relays, self._obstacles):
             for pair in [pair for pair in known if worker in pair]:
                 del known[pair]
         for tried in self._tried.values():
             tried.pop(worker, None)
         self._told.pop(worker, None)
         self._asked = {pair for pair in self._asked if worker not in pair}
+        self._broken = {pair for pair in self._broken if worker not in pair}
         orphans = {_ordered(*pair) for pair, relay in self._relays.items() if relay == worker}
         for one, other in sorted(orphans):
             if one in self._live and other in self._live:
@@ -105,16 +122,24 @@ class Relaying:
         found: dict[tuple[WorkerId, WorkerId | None], list[Link]] = defaultdict(list)
         for link in report.links:
             found[link.receiver if link.sender == worker else link.sender, link.via].append(link)
-        failed = {(unreached.peer, unreached.via): () for unreached in report.unreached}
+        failed: dict[tuple[WorkerId, WorkerId | None], list[Link]] = {
+            (unreached.peer, unreached.via): [] for unreached in report.unreached
+        }
+        obstacles = {
+            unreached.peer: unreached.obstacle for unreached in report.unreached if unreached.via is None
+        }
         peers = set()
         for (peer, via), links in {**failed, **found}.items():
             if peer not in self._live or peer == worker or not self._may_relay(via):
                 continue
             peers.add(peer)
             if via is None:
-                self._dials[worker, peer] = bool(links)
-                if links:
-                    self._dials[peer, worker] = peer not in report.shut_out
+                self._dialled(
+                    worker,
+                    peer,
+                    is_back=peer not in report.shut_out,
+                    obstacle=None if links else obstacles[peer],
+                )
             elif via == worker and not links:
                 # Whoever is called back here did dial this worker, and may no longer: it is to try again.
                 self._dials.pop((peer, worker), None)
@@ -138,6 +163,24 @@ class Relaying:
 
     # --- what follows ---
 
+    def _dialled(self, worker: WorkerId, peer: WorkerId, *, is_back: bool, obstacle: Obstacle | None) -> None:
+        """A worker has tried to dial a peer; `is_back`: the peer could dial it, where it was reached."""
+        pair, was_dialled = _ordered(worker, peer), self._dials.get((worker, peer), False)
+        self._dials[worker, peer] = obstacle is None
+        if obstacle is None:
+            self._dials[peer, worker] = is_back
+            self._obstacles.pop(pair, None)
+            self._broken.discard(pair)
+        else:
+            self._obstacles[pair] = obstacle
+        if obstacle is Obstacle.FULL_PACKETS_VANISH:
+            self._dials[peer, worker] = False
+        elif obstacle is not None and was_dialled:
+            # The path has changed, so what is known of the other direction is from before.
+            self._broken.add(pair)
+            self._dials.pop((peer, worker), None)
+            self._asked.discard((peer, worker))
+
     def _settle(self, one: WorkerId, other: WorkerId) -> Iterator[Told]:
         """Decide how two workers reach each other, as far as can be said; probes find out the rest."""
         there, back = self._can_dial(one, other), self._can_dial(other, one)
@@ -148,6 +191,10 @@ class Relaying:
         if there or back:
             dialling, dialled = (one, other) if there else (other, one)
             if (dialling, dialled) not in self._dials:
+                if _ordered(one, other) in self._broken:
+                    # Both reach the coordinator, so tensors pass while one of them finds out.
+                    self._relays[one, other] = self._relays[other, one] = COORDINATOR_RELAY
+                    yield from self._tell()
                 yield from self._ask(dialling, dialled)
                 return
             self._relays[dialled, dialling] = dialled

@@ -489,9 +489,13 @@ class Follow(EpochDirective):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Measure the links to these peers."""
+    """Measure the links to these peers.
+
+    Where a peer cannot be dialled, the link by way of its relay is measured, unless `only_direct`.
+    """
 
     peers: tuple[Member, ...]
+    only_direct: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ keeps a stream open there, by which it is called. Names here are those of protos
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from skein.types import Incarnation, WorkerId
 
@@ -37,9 +38,21 @@ class Ways:
     listens: tuple[RelayPlace, ...]
 
 
+class Obstacle(StrEnum):
+    """Fault of a way between two workers.
+
+    Of `FULL_PACKETS_VANISH` small messages arrive in both directions, while no message as large as a packet does: the
+    path has a smaller MTU than its ends, and its routers do not say so.
+    """
+
+    NO_ANSWER = "no answer"
+    FULL_PACKETS_VANISH = "full packets vanish"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreached:
-    """A peer that gave no answer by way of a relay; `via` None: by dialling it."""
+    """A peer that cannot be used by way of a relay; `via` None: by dialling it."""
 
     peer: WorkerId
     via: WorkerId | None = None
+    obstacle: Obstacle = Obstacle.NO_ANSWER

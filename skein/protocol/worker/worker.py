@@ -242,7 +242,9 @@ class Worker:
                 if (directive.epoch, directive.generation) == self._standing.place:
                     self._copies.snapshot(directive)
             case directives.Probe():
-                self._standing.commands.append(io.MeasureLinks(peers=directive.peers))
+                self._standing.commands.append(
+                    io.MeasureLinks(peers=directive.peers, only_direct=directive.only_direct)
+                )
             case directives.Measure():
                 self._standing.commands.append(io.MeasureDevice())
             case directives.Look():

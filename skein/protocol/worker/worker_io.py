@@ -347,9 +347,10 @@ class MeasureDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureLinks:
-    """Probe these peers. Answered by LinksMeasured."""
+    """Probe these peers, by relays too unless `only_direct`. Answered by LinksMeasured."""
 
     peers: tuple[Member, ...]
+    only_direct: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,6 +88,30 @@ LOG_LEVEL_ERROR: LogLevel.ValueType  # 4
 """Something went wrong and was not."""
 Global___LogLevel: _TypeAlias = LogLevel  # noqa: Y015
 
+class _Obstacle:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ObstacleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Obstacle.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OBSTACLE_UNSPECIFIED: _Obstacle.ValueType  # 0
+    """Never sent; refused."""
+    OBSTACLE_NO_ANSWER: _Obstacle.ValueType  # 1
+    """The peer did not answer."""
+    OBSTACLE_FULL_PACKETS_VANISH: _Obstacle.ValueType  # 2
+    """The peer answers small messages, and nothing as large as a packet arrives."""
+
+class Obstacle(_Obstacle, metaclass=_ObstacleEnumTypeWrapper):
+    """What keeps a worker from using a way to a peer."""
+
+OBSTACLE_UNSPECIFIED: Obstacle.ValueType  # 0
+"""Never sent; refused."""
+OBSTACLE_NO_ANSWER: Obstacle.ValueType  # 1
+"""The peer did not answer."""
+OBSTACLE_FULL_PACKETS_VANISH: Obstacle.ValueType  # 2
+"""The peer answers small messages, and nothing as large as a packet arrives."""
+Global___Obstacle: _TypeAlias = Obstacle  # noqa: Y015
+
 class _OtherLog:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1388,18 +1412,21 @@ class Unreached(_message.Message):
 
     PEER_FIELD_NUMBER: _builtins.int
     VIA_FIELD_NUMBER: _builtins.int
+    OBSTACLE_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     via: _builtins.str
     """By way of this relay; absent: by dialling the peer."""
+    obstacle: Global___Obstacle.ValueType
     def __init__(
         self,
         *,
         peer: _builtins.str = ...,
         via: _builtins.str | None = ...,
+        obstacle: Global___Obstacle.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_via", b"_via", "via", b"via"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_via", b"_via", "peer", b"peer", "via", b"via"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_via", b"_via", "obstacle", b"obstacle", "peer", b"peer", "via", b"via"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__via: _TypeAlias = _typing.Literal["via"]  # noqa: Y015
     _WhichOneofArgType__via: _TypeAlias = _typing.Literal["_via", b"_via"]  # noqa: Y015
@@ -2308,16 +2335,20 @@ class Probe(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PEERS_FIELD_NUMBER: _builtins.int
+    ONLY_DIRECT_FIELD_NUMBER: _builtins.int
+    only_direct: _builtins.bool
+    """Measure no relay where the peer cannot be dialled."""
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     def __init__(
         self,
         *,
         peers: _abc.Iterable[Global___Member] | None = ...,
+        only_direct: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["peers", b"peers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["only_direct", b"only_direct", "peers", b"peers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
