@@ -178,7 +178,7 @@ def test_pieces_of_a_long_log_are_snapshots_on_the_way(tmp_path: Path) -> None:
         covered.append(found.num_covered)
         found.close()
     assert covered == sorted({min(n, len(log)) for n in range(256, len(log) + 256, 256)})
-    assert len(covered) > 2
+    assert len(covered) > 1
 
 
 # --- what does not fit ---

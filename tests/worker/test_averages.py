@@ -183,4 +183,4 @@ async def test_a_neighbour_that_has_gone_on_is_named(lab: Lab) -> None:
         ended = await build(newcomer, lab.job, source_of(before, after), after)
         assert isinstance(ended, BuildFailed)
         assert isinstance(ended.report, Trouble)
-        assert "not a member" in ended.report.reason
+        assert "is not a peer" in ended.report.reason

@@ -16,7 +16,7 @@ from skein.protocol.worker.ops import Op, SaveOp
 from skein.protocol.worker.worker import Worker
 from skein.protocol.worker.worker_io import Exit, ForgetJob, RunOp, WorkerCommand, WorkerEvent
 from skein.storage.places import ANYWHERE
-from skein.types import Generation, JobId, StageIndex, Step
+from skein.types import Generation, JobId, StageIndex, Step, WorkerId
 from tests.support.device import DEVICE
 from worker.chunks.build import Builder, Files
 from worker.chunks.copies import ChunkCopies
@@ -39,6 +39,7 @@ class Commanding:
     """A machine that commands, at each event, what stands next in a list."""
 
     generation, pipeline, job = Generation(0), None, None
+    peers: frozenset[WorkerId] = frozenset()
 
     def __init__(self, *answers: list[WorkerCommand]) -> None:
         self._answers = iter(answers)
