@@ -8,7 +8,7 @@ import pytest
 from skein.plan.balanced import make_balanced_plan
 from skein.plan.plan import Plan
 from skein.protocol.coordinator.coordinator_io import MakePlan, PlanMade
-from skein.protocol.coordinator.runs.improving.joining import MAX_FAILURES
+from skein.protocol.coordinator.runs.improving.joining import MAX_EARLY, MAX_FAILURES
 from skein.protocol.coordinator.runs.improving.replanning import SHORT_PAUSE_S
 from skein.protocol.coordinator.runs.workers.disputes import MAX_STRIKES
 from skein.protocol.coordinator.runs.workers.probation import (
@@ -186,7 +186,7 @@ def test_a_newcomer_is_tried_again_with_bounded_pauses_while_a_stage_lacks_a_hol
                 tries.append(desk.now)
             stage, version = told["w0b"].stage, told["w0b"].version
             error = Prefetched(job=desk.job, stage=stage, version=version, error="no donor has it")
-            for _ in range(MAX_FAILURES):
+            for _ in range(MAX_EARLY + MAX_FAILURES):
                 desk.report("w0b", error)
     assert len(tries) >= 10
     assert max(b - a for a, b in pairwise(tries)) <= SHORT_PAUSE_S + 2.0

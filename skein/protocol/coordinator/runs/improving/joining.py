@@ -30,6 +30,9 @@ MAX_IDLE = 8
 """Commits after which copies that nobody wants any more need not follow."""
 MAX_FAILURES = 5
 """Failures of one copy after which the plan is given up."""
+MAX_EARLY = 60
+"""Times that a copy may be asked for again because its version did not exist yet: a worker waits about ten seconds for
+it, and a step of slow workers takes longer."""
 
 
 @dataclass(slots=True)
@@ -38,6 +41,7 @@ class _Transfer:
 
     asked: Step
     num_failures: int = 0
+    num_early: int = 0
     has_failed: bool = False
     reached: Step | None = None
 
@@ -54,6 +58,8 @@ class Joining(RunPart):
         """Whether a worker cannot open its data, or is gone."""
         self._transfers: dict[tuple[WorkerId, StageSpec], _Transfer] = {}
         self._wanted: set[tuple[WorkerId, StageSpec]] = set()
+        self._present: Plan | None = None
+        """Plan whose holders give the copies."""
         self._until = 0.0
         self._num_idle = 0
         """Commits since anything was wanted."""
@@ -63,6 +69,7 @@ class Joining(RunPart):
         self._until = now + PATIENCE_S
         self._is_void = False
         self._num_idle = 0
+        self._present = present
         self._read(present, coming)
         self._wanted = set(_to_fetch(present, coming)) if self._may_follow else set()
         self._transfers = {at: self._transfers[at] for at in self._wanted if at in self._transfers}
@@ -103,6 +110,7 @@ class Joining(RunPart):
 
     def try_again(self, present: Plan) -> None:
         """Ask again for what could not be had: who gave it may be gone, or has no snapshot any more."""
+        self._present = present
         failed = [at for at in self._in_order() if at in self._transfers and self._transfers[at].has_failed]
         self._ask_anew(failed, present)
 
@@ -154,6 +162,15 @@ class Joining(RunPart):
             return
         if not report.error:
             transfer.reached = report.version
+            return
+        if (
+            transfer.asked > self._job.version
+            and transfer.num_early < MAX_EARLY
+            and self._present is not None
+        ):
+            # The step that makes this version is not committed: the worker gave up before there was anything to fetch.
+            transfer.num_early += 1
+            self._ask(worker, report.stage, transfer.asked, self._present)
             return
         self._failed(at, report.error)
 
