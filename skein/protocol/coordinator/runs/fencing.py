@@ -215,9 +215,7 @@ class Fence:
         """Put a plan in place, if nothing has to be asked, found or mended first."""
         parts = self._parts
         if (first := parts.asking.before(plan, now=now)) is not None:
-            parts.storage.looks_at = (
-                None  # Workers hold the plan back now: a time of checkpoints would be in the past.
-            )
+            parts.storage.holds_nothing()
             self._course.explain(first.reason)
             if first.opens_generation:
                 self.open(first.reason, waits_for_deaf=True, now=now)

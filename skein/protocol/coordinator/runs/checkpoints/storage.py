@@ -188,6 +188,10 @@ class Storage(RunPart):
             )
         return None
 
+    def holds_nothing(self) -> None:
+        """Silent workers hold a plan back now, and no checkpoint: a time that was set for one would be in the past."""
+        self.looks_at = None
+
     def _has_seen(self, version: Step, *, now: float) -> bool:
         seen = self._seen.get(version)
         return seen is not None and seen.counts(now=now)
